@@ -1,0 +1,212 @@
+"""How an array is declared: shape, logical axes, storage, initial values, checkpoint tensors.
+
+One `ArraySpec` per kind of tensor is the single source that random initialisation, the checkpoint
+reader and writer, shape checks, shardings and the parameter table read.
+Read next: `model/weights.py`, where every weight of the model is declared.
+
+Dimension letters used in shape comments and docstrings, everywhere in the package:
+
+    R rows (tokens of a step)   B slots (sequences)      D hidden channels   V vocabulary
+    N query heads               H head channels          M residual streams  L layers
+    E routed experts            K experts or entries     F expert channels   G compressed groups
+    W sliding window            C Engram columns         I index heads
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+type Array = jax.Array
+
+NOTHING = -1
+"""Marks an absent index in integer arrays (an unused selection slot, a dead Engram id)."""
+
+MASKED_SCORE = -jnp.inf
+"""Score of what must not be chosen or attended to."""
+
+LOGICAL_AXES = frozenset(
+    {
+        *("rows", "slots", "entries", "pages", "layers", "sources", "streams", "mix", "scalars"),
+        *("embed", "vocab", "heads", "head_dim", "q_rank", "o_groups", "o_rank", "group_input"),
+        *("experts", "ffn", "index_heads", "index_head_dim", "engram_rows", "engram_row"),
+        *("engram_input", "engram_output", "markov_rank", "draft_input", "confidence_input"),
+    }
+)
+"""The words that name a dimension's meaning; a layout maps them to mesh axes."""
+
+
+class Storage(Enum):
+    """How the released mixed checkpoint stores a tensor (spec/checkpoint.md section 3)."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+    FP8_BLOCK = "fp8 32x32"
+    FP8_ROW = "fp8 1x32"
+    MXFP4 = "mxfp4 1x32"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a `.scale` tensor belongs to it."""
+        return self not in (Storage.BF16, Storage.F32)
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """How a random weight is drawn: normal with `scale / sqrt(fan_in)`, or a constant.
+
+    Args:
+        scale: standard deviation times sqrt(last dimension); ignored for a constant.
+        constant: value of every element, or None for a normal draw.
+        noise: standard deviation added to a constant, so that a test reaches every path.
+    """
+
+    scale: float = 1.0
+    constant: float | None = None
+    noise: float = 0.0
+
+    def draw(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Draw an array in float32 and round it to `dtype`."""
+        draws = jax.random.normal(key, shape, jnp.float32)
+        if self.constant is None:
+            values = draws * (self.scale / math.sqrt(shape[-1]))
+        else:
+            values = self.constant + self.noise * draws
+        return values.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """The declaration of one weight: a tensor, or equal tensors of several layers and experts stacked.
+
+    Args:
+        name: checkpoint tensor name, with `{layer}` and `{expert}` where tensors are stacked.
+        shape: logical shape of one tensor, before packing and stacking.
+        axes: logical axis word of each dimension of `shape`.
+        storage: storage in the released mixed checkpoint.
+        initializer: how random weights are drawn.
+        layers: layer ids stacked in front, in order; empty for a tensor that no layer owns.
+        experts: number of experts stacked behind the layers; 0 for none.
+
+    Raises:
+        ValueError: axes that do not fit the shape or are not in `LOGICAL_AXES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    storage: Storage = Storage.BF16
+    initializer: Initializer = Initializer()
+    layers: tuple[int, ...] = ()
+    experts: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = set(self.axes) - LOGICAL_AXES
+        if len(self.axes) != len(self.shape) or unknown:
+            raise ValueError(
+                f"{self.name}: axes {self.axes} for shape {self.shape}; expected one word of LOGICAL_AXES "
+                f"for each dimension (unknown: {sorted(unknown)})"
+            )
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Shape in memory: layers, experts, then the tensor's own dimensions."""
+        return self._stack_sizes + self.shape
+
+    @property
+    def stacked_axes(self) -> tuple[str, ...]:
+        """Logical axes of `stacked_shape`."""
+        return ("layers",) * bool(self.layers) + ("experts",) * bool(self.experts) + self.axes
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements over all stacked tensors."""
+        return math.prod(self.stacked_shape)
+
+    @property
+    def _stack_sizes(self) -> tuple[int, ...]:
+        return (len(self.layers),) * bool(self.layers) + (self.experts,) * bool(self.experts)
+
+    def tensors(self) -> list[tuple[tuple[int, ...], str]]:
+        """List the checkpoint tensors as (index in the stack, name)."""
+        entries = []
+        for index in np.ndindex(*self._stack_sizes):
+            rest = list(index)
+            layer = self.layers[rest.pop(0)] if self.layers else None
+            expert = rest.pop(0) if self.experts else None
+            entries.append((index, self.name.format(layer=layer, expert=expert)))
+        return entries
+
+    def stored_shapes(self, is_quantized: bool) -> list[tuple[str, tuple[int, ...], str]]:
+        """List (name suffix, shape, safetensors dtype) of what one tensor is on disk.
+
+        Args:
+            is_quantized: whether the checkpoint uses the released mixed storage; otherwise
+                every quantised tensor is BF16 under the same name.
+        """
+        rows, columns = self.shape[0], self.shape[-1]
+        if self.storage is Storage.F32:
+            return [("", self.shape, "F32")]
+        if self.storage is Storage.BF16 or not is_quantized:
+            return [("", self.shape, "BF16")]
+        scale_name = ".scale"
+        blocks = -(-columns // 32)
+        if self.storage is Storage.FP8_BLOCK:
+            scale_shape = (-(-rows // 32), blocks)
+        else:
+            scale_shape = (rows, blocks)
+        packed = (rows, columns // 2) if self.storage is Storage.MXFP4 else self.shape
+        payload = "I8" if self.storage is Storage.MXFP4 else "F8_E4M3"
+        return [("", packed, payload), (scale_name, scale_shape, "F8_E8M0")]
+
+    def memory_dtype(self, compute_dtype: Any) -> Any:
+        """Give the dtype in device memory for a compute dtype: what is stored as F32 stays float32."""
+        return jnp.float32 if self.storage is Storage.F32 else compute_dtype
+
+    def on_layers(self, layers: Sequence[int]) -> ArraySpec:
+        """Stack this declaration over the given layers."""
+        return replace(self, layers=tuple(layers))
+
+
+def is_spec(leaf: object) -> bool:
+    """Tell an `ArraySpec` leaf, for `jax.tree.map(..., is_leaf=is_spec)`."""
+    return isinstance(leaf, ArraySpec)
+
+
+def spec_leaves(tree: Any) -> list[tuple[str, ArraySpec]]:
+    """List (key path, declaration) of every array declared in a tree."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), spec) for path, spec in leaves]
+
+
+def random_arrays(specs: Any, key: Array, compute_dtype: Any) -> Any:
+    """Draw every declared array at random.
+
+    Args:
+        specs: a pytree of `ArraySpec`.
+        key: base key; each array folds in a hash of its name, so adding one changes no other.
+        compute_dtype: dtype of the arrays that are not stored as F32.
+
+    Returns:
+        The same tree with arrays.
+    """
+
+    def draw(spec: ArraySpec) -> Array:
+        array_key = jax.random.fold_in(key, _name_hash(spec.name))
+        return spec.initializer.draw(array_key, spec.stacked_shape, spec.memory_dtype(compute_dtype))
+
+    return jax.tree.map(draw, specs, is_leaf=is_spec)
+
+
+def _name_hash(name: str) -> int:
+    value = 2166136261
+    for byte in name.encode():
+        value = (value ^ byte) * 16777619 % 2**32
+    return value

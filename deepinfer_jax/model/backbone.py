@@ -1,0 +1,212 @@
+"""The backbone: rows in, hidden states out.
+
+One function serves prefill chunks, decode tokens and draft blocks. Layers of equal kind are
+stacked and scanned, so compile time follows the number of different patterns, not the depth.
+Read next: `layer.py` (the body of the scans), `schedule.py` (the order).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import NOTHING, Array
+from ..config import ModelConfig
+from . import hyper
+from .cache import Cache, is_before_start, read_ring, write_ring
+from .engram import engram, hash_rows
+from .layer import Carry, LayerIndex, StepContext, run_layer, step_context
+from .linear import linear_float32
+from .norm import rms_norm
+from .numerics import Numerics
+from .rows import Rows, look_back
+from .schedule import LayerKind, Segment, layers_by_kind, make_schedule, sources_by_ratio
+from .taps import TapRecorder, no_tap
+from .weights import Weights, take_layer
+
+type Taps = frozenset[str]
+
+NO_TAPS: Taps = frozenset()
+
+
+def backbone(
+    weights: Weights,
+    config: ModelConfig,
+    rows: Rows,
+    cache: Cache,
+    numerics: Numerics,
+    taps: Taps = NO_TAPS,
+) -> tuple[Array, dict[str, Array], Cache]:
+    """Run all layers on the rows of a step.
+
+    The encoder half (layers before the last KV source) and the decoder half run one after the other
+    on the same rows. Any split of a sequence into steps gives the same result up to rounding.
+
+    Args:
+        weights: the loaded weights.
+        config: the architecture (static).
+        rows: the step's rows.
+        cache: state of the slots before the step; consumed.
+        numerics: the choice of arithmetic (static).
+        taps: names of intermediate values to return (static), such as "layers.3.attn.q",
+            "layers.3.out", "final.normed". A segment of layers with a tap is not scanned.
+
+    Returns:
+        Hidden states [R, D] after the final norm, the tapped values by name, the cache after it.
+
+    Raises:
+        ValueError: an unknown tap name, or rows that do not fill whole blocks.
+
+    Source: spec/model.md sections 3 and 12.
+    """
+    num_rows = rows.token_ids.shape[0]
+    if num_rows % rows.rows_per_block:
+        raise ValueError(f"rows: got {num_rows}, expected a multiple of rows_per_block={rows.rows_per_block}")
+    if numerics.quantizes_activations and not config.is_quantized:
+        numerics = dataclasses.replace(numerics, quantizes_activations=False)
+    recorder = TapRecorder(taps)
+    context = step_context(rows, config)
+    table_rows, cache = _engram_rows(weights, config, rows, cache)
+    carry = _initial_carry(weights, config, rows, cache, numerics)
+    middle = config.kv_source_layer_ids[-1]
+    for start, stop in ((0, middle), (middle, config.num_hidden_layers)):
+        carry = _run_layers(carry, weights, config, context, table_rows, numerics, recorder, (start, stop))
+    collapsed = hyper.collapse(carry.streams, carry.pre_mix)
+    hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
+    tap = recorder.scoped("final.")
+    for name, value in (("pre_mix", carry.pre_mix), ("collapsed", collapsed), ("normed", hidden)):
+        tap(name, value)
+    write_rings = jax.vmap(write_ring, in_axes=(0, 0, None))
+    window = write_rings(carry.cache.window, carry.window_rows, rows)
+    return hidden, recorder.result(), carry.cache.replace(window=window)
+
+
+def head_logits(hidden: Array, weights: Weights) -> Array:
+    """Project hidden states [..., D] to logits [..., V] in float32."""
+    return linear_float32(hidden, weights.head)
+
+
+def _engram_rows(weights: Weights, config: ModelConfig, rows: Rows, cache: Cache) -> tuple[Array, Cache]:
+    """Hash every row's n-grams and keep the latest compressed ids."""
+    compressed_ids = jnp.where(rows.is_image, NOTHING, weights.token_map[rows.token_ids])
+    lookback = look_back(rows, config.engram_max_ngram_size)
+    history = read_ring(cache.engram_ids, compressed_ids, rows, lookback)
+    history = jnp.where(is_before_start(rows, config.engram_max_ngram_size), NOTHING, history)
+    pad_id = weights.token_map[config.engram_pad_token_id]
+    table_rows = hash_rows(history, config, pad_id)
+    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, compressed_ids, rows))
+
+
+def _initial_carry(
+    weights: Weights, config: ModelConfig, rows: Rows, cache: Cache, numerics: Numerics
+) -> Carry:
+    num_rows = rows.token_ids.shape[0]
+    embedded = weights.embed[rows.token_ids].astype(numerics.compute_dtype)
+    shape = (num_rows, config.hc_mult, config.hidden_size)
+    ratio = config.compress_ratios[config.candidate_source_layer_id]
+    groups = cache.compressed[ratio].kv.shape[2]
+    blocks = -(-groups // config.candidate_block_size)
+    rows_shape = (config.num_hidden_layers, num_rows, config.head_dim)
+    return Carry(
+        streams=jnp.broadcast_to(embedded[:, None, :], shape),
+        pre_mix=jnp.zeros((num_rows, config.hc_mult), jnp.float32).at[:, 0].set(1.0),
+        cache=cache,
+        window_rows=jnp.zeros(rows_shape, numerics.compute_dtype),
+        selection=jnp.full((num_rows, config.index_topk), NOTHING, jnp.int32),
+        is_candidate=jnp.zeros((num_rows, blocks), bool),
+    )
+
+
+def _run_layers(
+    carry: Carry,
+    weights: Weights,
+    config: ModelConfig,
+    context: StepContext,
+    table_rows: Array,
+    numerics: Numerics,
+    recorder: TapRecorder,
+    span: tuple[int, int],
+) -> Carry:
+    """Run the layers start..stop by segments; equal layers and repeated patterns are scanned."""
+    kinds = layers_by_kind(config)
+    layer = span[0]
+
+    def step(
+        carry: Carry, kind: LayerKind, index: LayerIndex, is_tapped: bool
+    ) -> Carry:
+        tap = recorder.scoped(f"layers.{index.layer}.") if is_tapped else no_tap
+        layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
+        return run_layer(carry, layer_weights, kind, index, context, config, numerics, tap)
+
+    for segment in make_schedule(config, *span):
+        if segment.runs[0].kind is None:
+            place = config.engram_layer_ids.index(layer)
+            tap = recorder.scoped(f"layers.{layer}.engram.")
+            streams = engram(
+                *(carry.streams, table_rows[:, place], weights.engram[place]),
+                *(context.rows.is_image, config, numerics, tap),
+            )
+            carry = carry.replace(streams=streams)
+            continue
+        depth = sum(run.count for run in segment.runs)
+        layers = range(layer, layer + depth * segment.repeats)
+        if any(recorder.wants(f"layers.{number}.") for number in layers):
+            for number in layers:
+                kind = next(kind for kind, members in kinds.items() if number in members)
+                index = _layer_index(config, kinds[kind], number, number, kind)
+                carry = step(carry, kind, index, is_tapped=True)
+        else:
+            carry = _scan_segment(carry, segment, layer, config, kinds, step)
+        layer += depth * segment.repeats
+    return carry
+
+
+def _layer_index(
+    config: ModelConfig, members: tuple[int, ...], number: int, layer: int, kind: LayerKind
+) -> LayerIndex:
+    sources = sources_by_ratio(config).get(kind.ratio, ())
+    source = sum(source <= number for source in sources) - 1 if kind.ratio else 0
+    return LayerIndex(layer, members.index(number), source)
+
+
+def _scan_segment(carry, segment: Segment, layer: int, config: ModelConfig, kinds, step) -> Carry:
+    """Scan a segment: the outer loop over repeats, inner loops over runs of equal layers.
+
+    All indices are linear in the two loop counters, so they are computed, not stored.
+    """
+    depth = sum(run.count for run in segment.runs)
+
+    def sequence(carry: Carry, repeat) -> Carry:
+        offset = layer
+        for run in segment.runs:
+            first = _layer_index(config, kinds[run.kind], offset, offset, run.kind)
+            stride = (
+                _layer_index(config, kinds[run.kind], offset + depth, offset + depth, run.kind)
+                if segment.repeats > 1
+                else first
+            )
+
+            def body(carry: Carry, place, first=first, stride=stride, run=run) -> Carry:
+                index = LayerIndex(
+                    layer=first.layer + repeat * depth + place,
+                    in_kind=first.in_kind + repeat * (stride.in_kind - first.in_kind) + place,
+                    source=first.source + repeat * (stride.source - first.source),
+                )
+                return step(carry, run.kind, index, is_tapped=False)
+
+            carry = _loop(body, carry, run.count)
+            offset += run.count
+        return carry
+
+    return _loop(sequence, carry, segment.repeats)
+
+
+def _loop(body, carry: Carry, count: int) -> Carry:
+    """Apply `body(carry, i)` for i = 0..count-1, as a scan if there is more than one."""
+    if count == 1:
+        return body(carry, 0)
+    counter = jnp.arange(count, dtype=jnp.int32)
+    return lax.scan(lambda carry, place: (body(carry, place), None), carry, counter)[0]

@@ -1,0 +1,113 @@
+"""Compressor: one latent per group of tokens, from which compressed KV and index keys are made.
+
+Separate because only KV sources own one, and because its pending halves are the one state that a
+prompt chunk can cut in the middle.
+Read next: `indexer.py`, which selects among its entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import Array
+from ..config import ModelConfig
+from ..kernels import quantize_dequantize_fp4_block, quantize_dequantize_fp4_scaled
+from .linear import linear, linear_float32
+from .norm import rms_norm
+from .numerics import Numerics, round_to
+from .rope import Rotation, rotate
+from .weights import CompressorWeights, IndexerWeights
+
+
+class Projection(NamedTuple):
+    """A token's part of its group: kv [..., H] and, at ratio 2, the gate score [..., H], float32."""
+
+    kv: Array
+    score: Array | None
+
+
+class Entry(NamedTuple):
+    """What a complete group leaves: latent, compressed KV and index key."""
+
+    latent: Array
+    kv: Array
+    index_key: Array
+
+
+def project(x: Array, weights: CompressorWeights) -> Projection:
+    """Project normed attention inputs for the compressor.
+
+    At ratio 2 both projections stay float32; at ratio 1 the one projection is rounded.
+
+    Args:
+        x: [..., D].
+        weights: the source's compressor.
+
+    Returns:
+        The projection.
+
+    Source: spec/model.md section 6 and section 2 (Linear).
+    """
+    if weights.wgate is None:
+        return Projection(linear(x, weights.wkv), None)
+    return Projection(linear_float32(x, weights.wkv), linear_float32(x, weights.wgate))
+
+
+def pool_pair(older: Projection, newer: Projection) -> Array:
+    """Pool a group of two tokens: a softmax over the two scores, separately for each channel.
+
+    Args:
+        older: projection of token 2g.
+        newer: projection of token 2g + 1.
+
+    Returns:
+        [..., H] float32.
+
+    Source: spec/model.md section 6.
+    """
+    assert older.score is not None and newer.score is not None
+    newer_share = jax.nn.sigmoid(newer.score - older.score)
+    return (1 - newer_share) * older.kv + newer_share * newer.kv
+
+
+def make_entry(
+    pooled: Array,
+    group_rotation: Rotation,
+    compressor: CompressorWeights,
+    indexer: IndexerWeights,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> Entry:
+    """Make latent, compressed KV and index key of complete groups.
+
+    latent = RMSNorm(pooled); kv = Q4c(R(latent)); key = Q4i(R(RMSNorm(wk latent))), R at the
+    position of the group's first token.
+
+    Args:
+        pooled: [..., H], rounded here to the compute dtype.
+        group_rotation: rotation at the first token's position.
+        compressor: the source's compressor.
+        indexer: the source's indexer, which owns wk and k_norm.
+        config: the architecture.
+        numerics: the static choice of arithmetic.
+
+    Returns:
+        The entries.
+
+    Source: spec/model.md section 6.
+    """
+    latent = rms_norm(round_to(pooled, numerics.compute_dtype), compressor.norm, config.rms_norm_eps)
+    kv = rotate(latent, group_rotation)
+    key = rms_norm(linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
+    key = rotate(key, group_rotation)
+    if numerics.quantizes_cache:
+        kv, key = quantize_dequantize_fp4_scaled(kv), quantize_dequantize_fp4_block(key)
+    return Entry(latent, kv, key)
+
+
+def num_visible_groups(positions: Array, ratio: int) -> Array:
+    """Count the groups a query sees: floor((t + 1) / ratio), those whose last token is at most t."""
+    return (positions + 1) // jnp.int32(ratio)
