@@ -1,12 +1,16 @@
 """The model's three activation and cache quantisers, as quantise-dequantise functions.
 
 Separate because training, cache and matmuls share them bit for bit. All rounding is written as
-arithmetic on float32: XLA may drop a cast to an 8-bit type and back inside one fusion.
+arithmetic on float32: XLA may drop a cast to an 8-bit type and back inside one fusion. Derivatives
+are the identity's (straight-through).
 Read next: `../model/linear.py` and `../model/compressor.py`, which call them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -35,6 +39,14 @@ _E2M1_STEPS = (
 )
 
 
+def straight_through(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Give a rounding function the identity's derivative, so that training can pass through it."""
+    rounded = jax.custom_jvp(function)
+    rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
+    return rounded
+
+
+@straight_through
 def quantize_dequantize_fp8(x: Array) -> Array:
     """Round to e4m3 with one power-of-two scale per 32 channels (the spec's Q8).
 
@@ -51,11 +63,12 @@ def quantize_dequantize_fp8(x: Array) -> Array:
     """
     groups = _split(x, FP8_GROUP)
     amax = jnp.maximum(_amax(groups), 1e-4)
-    scale, inverse = _power_of_two(amax * np.float32(1 / _E4M3_MAX))
+    scale, inverse = power_of_two_scale(amax * np.float32(1 / _E4M3_MAX))
     scaled = jnp.clip(groups * inverse, -_E4M3_MAX, _E4M3_MAX)
-    return _join(_round_e4m3(scaled) * scale, x)
+    return _join(round_e4m3(scaled) * scale, x)
 
 
+@straight_through
 def quantize_dequantize_fp4_block(x: Array) -> Array:
     """Round to e2m1 with one power-of-two scale per 32 channels (the spec's Q4i, index keys).
 
@@ -71,10 +84,11 @@ def quantize_dequantize_fp4_block(x: Array) -> Array:
     """
     groups = _split(x, FP8_GROUP)
     amax = jnp.maximum(_amax(groups), np.float32(_E2M1_MAX * 2.0**-126))
-    scale, _ = _power_of_two(amax * np.float32(1 / _E2M1_MAX))
-    return _join(_round_e2m1(groups, scale) * scale, x)
+    scale, _ = power_of_two_scale(amax * np.float32(1 / _E2M1_MAX))
+    return _join(round_e2m1(groups, scale) * scale, x)
 
 
+@straight_through
 def quantize_dequantize_fp4_scaled(x: Array) -> Array:
     """Round to e2m1 with one e4m3 scale per 16 channels (the spec's Q4c, compressed KV).
 
@@ -90,8 +104,8 @@ def quantize_dequantize_fp4_scaled(x: Array) -> Array:
     """
     groups = _split(x, FP4_SCALED_GROUP)
     amax = jnp.maximum(_amax(groups), np.float32(_E2M1_MAX * 2.0**-9))
-    scale = _round_e4m3(jnp.minimum(amax * np.float32(1 / _E2M1_MAX), _E4M3_MAX))
-    return _join(_round_e2m1(groups, scale) * scale, x)
+    scale = round_e4m3(jnp.minimum(amax * np.float32(1 / _E2M1_MAX), _E4M3_MAX))
+    return _join(round_e2m1(groups, scale) * scale, x)
 
 
 def _split(x: Array, group: int) -> Array:
@@ -108,26 +122,35 @@ def _amax(groups: Array) -> Array:
     return jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
 
 
-def _power_of_two(values: Array) -> tuple[Array, Array]:
-    """Give P(v) and 1 / P(v) from the bits: the exponent, plus 1 if the mantissa is not 0."""
+def power_of_two_scale(values: Array) -> tuple[Array, Array]:
+    """Give P(v), the smallest power of two that is not below v, and 1 / P(v).
+
+    From the bits: the exponent, plus 1 if the mantissa is not 0.
+
+    Args:
+        values: float32, normal and positive.
+
+    Returns:
+        P(v) and its reciprocal, float32.
+    """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
-    return _from_exponent(exponent), _from_exponent(254 - exponent)
+    return _power_from_exponent(exponent), _power_from_exponent(254 - exponent)
 
 
-def _from_exponent(biased_exponent: Array) -> Array:
+def _power_from_exponent(biased_exponent: Array) -> Array:
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
-def _round_e4m3(x: Array) -> Array:
+def round_e4m3(x: Array) -> Array:
     """Round |x| <= 448 to the nearest e4m3 value, ties to even, subnormals included."""
     exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
     exponent = jnp.maximum(exponent, 127 - 6)
-    quantum, inverse = _from_exponent(exponent - 3), _from_exponent(254 - (exponent - 3))
+    quantum, inverse = _power_from_exponent(exponent - 3), _power_from_exponent(254 - (exponent - 3))
     return jnp.round(x * inverse) * quantum
 
 
-def _round_e2m1(x: Array, scale: Array) -> Array:
+def round_e2m1(x: Array, scale: Array) -> Array:
     """Round x / scale to the e2m1 grid by comparing |x| with threshold * scale.
 
     The products are exact, while a quotient by a scale that is no power of two may be rewritten by

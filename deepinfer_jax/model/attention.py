@@ -109,7 +109,7 @@ def attend(q: Array, keys: Array, is_visible: Array, attn_sink: Array) -> Array:
     scores = jnp.where(is_visible[:, None, :], scores, MASKED_SCORE)
     sink = attn_sink.astype(jnp.float32)[None, :, None]
     # The sink takes part in the maximum, so a row of only MASKED_SCORE stays finite.
-    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
+    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=MASKED_SCORE), sink)
     weights = jnp.exp(scores - highest)
     denominator = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
     return round_to(contract("rnk,rkh->rnh", round_to(weights / denominator, q.dtype), keys), q.dtype)
@@ -140,4 +140,3 @@ def project_output(o: Array, weights: AttentionWeights, config: ModelConfig, num
 def unrotate(o: Array, table: Rotation) -> Array:
     """Rotate attention outputs [..., N, H] back by their own position."""
     return rotate_heads(o, table, is_inverse=True)
-

@@ -2,12 +2,14 @@
 
 One function serves prefill chunks, decode tokens and draft blocks. Layers of equal kind are
 stacked and scanned, so compile time follows the number of different patterns, not the depth.
-Read next: `layer.py` (the body of the scans), `schedule.py` (the order).
+Read next: `step_layer.py` (the body of the scans), `schedule.py` (the order).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,13 @@ from ..config import ModelConfig
 from . import hyper
 from .cache import Cache, is_before_start, read_ring, write_ring
 from .engram import engram, hash_rows
-from .layer import Carry, LayerIndex, StepContext, run_layer, step_context
 from .linear import linear_float32
 from .norm import rms_norm
 from .numerics import Numerics
 from .rows import Rows, look_back
-from .schedule import LayerKind, Segment, layers_by_kind, make_schedule, sources_by_ratio
-from .taps import TapRecorder, no_tap
+from .schedule import LayerKind, Segment, layer_kind, layers_by_kind, make_schedule, sources_by_ratio
+from .step_layer import Carry, LayerIndex, StepContext, run_layer, step_context
+from .taps import Tap, TapRecorder, no_tap
 from .weights import Weights, take_layer
 
 type Taps = frozenset[str]
@@ -131,13 +133,9 @@ def _run_layers(
     span: tuple[int, int],
 ) -> Carry:
     """Run the layers start..stop by segments; equal layers and repeated patterns are scanned."""
-    kinds = layers_by_kind(config)
     layer = span[0]
 
-    def step(
-        carry: Carry, kind: LayerKind, index: LayerIndex, is_tapped: bool
-    ) -> Carry:
-        tap = recorder.scoped(f"layers.{index.layer}.") if is_tapped else no_tap
+    def step(carry: Carry, kind: LayerKind, index: LayerIndex, tap: Tap = no_tap) -> Carry:
         layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
         return run_layer(carry, layer_weights, kind, index, context, config, numerics, tap)
 
@@ -145,66 +143,69 @@ def _run_layers(
         if segment.runs[0].kind is None:
             place = config.engram_layer_ids.index(layer)
             tap = recorder.scoped(f"layers.{layer}.engram.")
-            streams = engram(
-                *(carry.streams, table_rows[:, place], weights.engram[place]),
-                *(context.rows.is_image, config, numerics, tap),
-            )
-            carry = carry.replace(streams=streams)
+            arguments = (carry.streams, table_rows[:, place], weights.engram[place], context.rows.is_image)
+            carry = carry.replace(streams=engram(*arguments, config, numerics, tap))
             continue
-        depth = sum(run.count for run in segment.runs)
-        layers = range(layer, layer + depth * segment.repeats)
+        layers = range(layer, layer + segment.num_layers)
         if any(recorder.wants(f"layers.{number}.") for number in layers):
             for number in layers:
-                kind = next(kind for kind, members in kinds.items() if number in members)
-                index = _layer_index(config, kinds[kind], number, number, kind)
-                carry = step(carry, kind, index, is_tapped=True)
+                tap = recorder.scoped(f"layers.{number}.")
+                carry = step(carry, layer_kind(config, number), _layer_index(config, number), tap)
         else:
-            carry = _scan_segment(carry, segment, layer, config, kinds, step)
-        layer += depth * segment.repeats
+            carry = _scan_segment(carry, segment, layer, config, step)
+        layer += segment.num_layers
     return carry
 
 
-def _layer_index(
-    config: ModelConfig, members: tuple[int, ...], number: int, layer: int, kind: LayerKind
-) -> LayerIndex:
-    sources = sources_by_ratio(config).get(kind.ratio, ())
-    source = sum(source <= number for source in sources) - 1 if kind.ratio else 0
-    return LayerIndex(layer, members.index(number), source)
+def _layer_index(config: ModelConfig, layer: int) -> LayerIndex:
+    kind = layer_kind(config, layer)
+    earlier = [source for source in sources_by_ratio(config).get(kind.ratio, ()) if source <= layer]
+    in_kind = layers_by_kind(config)[kind].index(layer)
+    return LayerIndex(layer=layer, in_kind=in_kind, source=max(len(earlier) - 1, 0))
 
 
-def _scan_segment(carry, segment: Segment, layer: int, config: ModelConfig, kinds, step) -> Carry:
+type LayerStep = Callable[[Carry, LayerKind, LayerIndex], Carry]
+
+
+def _scan_segment(carry: Carry, segment: Segment, layer: int, config: ModelConfig, step: LayerStep) -> Carry:
     """Scan a segment: the outer loop over repeats, inner loops over runs of equal layers.
 
     All indices are linear in the two loop counters, so they are computed, not stored.
     """
-    depth = sum(run.count for run in segment.runs)
+    depth = segment.num_layers // segment.repeats
 
-    def sequence(carry: Carry, repeat) -> Carry:
+    def sequence(carry: Carry, repeat: Array | int) -> Carry:
         offset = layer
         for run in segment.runs:
-            first = _layer_index(config, kinds[run.kind], offset, offset, run.kind)
-            stride = (
-                _layer_index(config, kinds[run.kind], offset + depth, offset + depth, run.kind)
-                if segment.repeats > 1
-                else first
-            )
-
-            def body(carry: Carry, place, first=first, stride=stride, run=run) -> Carry:
-                index = LayerIndex(
-                    layer=first.layer + repeat * depth + place,
-                    in_kind=first.in_kind + repeat * (stride.in_kind - first.in_kind) + place,
-                    source=first.source + repeat * (stride.source - first.source),
-                )
-                return step(carry, run.kind, index, is_tapped=False)
-
-            carry = _loop(body, carry, run.count)
-            offset += run.count
+            first = _layer_index(config, offset)
+            # Without a repeat there is no layer one period on, and the stride is multiplied by 0.
+            later = _layer_index(config, offset + depth) if segment.repeats > 1 else first
+            body = partial(_run_body, step, run.kind, first, later, repeat)
+            carry = _loop(body, carry, run.length)
+            offset += run.length
         return carry
 
     return _loop(sequence, carry, segment.repeats)
 
 
-def _loop(body, carry: Carry, count: int) -> Carry:
+def _run_body(
+    step: LayerStep,
+    kind: LayerKind,
+    first: LayerIndex,
+    later: LayerIndex,
+    repeat: Array | int,
+    carry: Carry,
+    place: Array | int,
+) -> Carry:
+    index = LayerIndex(
+        layer=first.layer + repeat * (later.layer - first.layer) + place,
+        in_kind=first.in_kind + repeat * (later.in_kind - first.in_kind) + place,
+        source=first.source + repeat * (later.source - first.source),
+    )
+    return step(carry, kind, index)
+
+
+def _loop(body: Callable[[Carry, Array | int], Carry], carry: Carry, count: int) -> Carry:
     """Apply `body(carry, i)` for i = 0..count-1, as a scan if there is more than one."""
     if count == 1:
         return body(carry, 0)

@@ -17,8 +17,7 @@ from .rows import Lookback, Rows, is_among_last
 from .schedule import sources_by_ratio
 
 
-@struct.dataclass
-class CompressedCache:
+class CompressedCache(struct.PyTreeNode):
     """Compressed KV and index keys of the KV sources of one compress ratio.
 
     Attributes:
@@ -30,8 +29,7 @@ class CompressedCache:
     index_keys: Array
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """State of B slots.
 
     Attributes:

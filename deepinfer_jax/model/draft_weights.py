@@ -18,8 +18,7 @@ from .schedule import LayerKind
 from .weights import LayerWeights, layer_specs
 
 
-@struct.dataclass
-class DraftWeights:
+class DraftWeights(struct.PyTreeNode):
     """Entry projection, stages stacked in order, and the Markov and confidence heads.
 
     The token embedding and the language-model head are the backbone's.
@@ -30,8 +29,8 @@ class DraftWeights:
     stages: LayerWeights  # every array with a leading axis of stages
     norm: Any  # [embed]
     markov_embed: Any  # [vocab, markov_rank]
-    markov_head: Any  # [vocab, markov_rank] float32
-    confidence_proj: Any  # [1, embed + markov_rank] float32
+    markov_head: Any  # [vocab, markov_rank]
+    confidence_proj: Any  # [1, embed + markov_rank]
 
 
 def draft_weight_specs(config: ModelConfig) -> DraftWeights | None:
@@ -61,11 +60,9 @@ def draft_weight_specs(config: ModelConfig) -> DraftWeights | None:
         markov_embed=ArraySpec(
             f"{last}.markov_head.embed.weight", vocabulary, markov_axes, initializer=Initializer(rank**0.5)
         ),
-        # The Markov bias and the confidence are computed in float32 (spec/model.md section 15).
-        markov_head=ArraySpec(f"{last}.markov_head.head.weight", vocabulary, markov_axes, keeps_float32=True),
+        markov_head=ArraySpec(f"{last}.markov_head.head.weight", vocabulary, markov_axes),
         confidence_proj=ArraySpec(
             *(f"{last}.confidence_head.proj.weight", (1, d + rank), ("scalars", "confidence_input")),
-            keeps_float32=True,
         ),
     )
 

@@ -25,8 +25,7 @@ from .weights import EngramWeights
 _SEED = 10007
 
 
-@struct.dataclass
-class EngramConstants:
+class EngramConstants(struct.PyTreeNode):
     """Hash constants of all Engram layers, NumPy, derived from the configuration.
 
     Attributes:
@@ -73,8 +72,8 @@ def engram_constants(config: ModelConfig) -> EngramConstants:
     totals = tuple(int(total) for total in primes.sum(axis=1))
     if totals != config.engram_num_embeddings:
         raise ConfigError(
-            f"config key 'engram_num_embeddings': got {config.engram_num_embeddings}, expected {totals} = the "
-            "sums of the bucket primes that engram_vocab_size, engram_n_heads and engram_max_ngram_size imply"
+            f"config key 'engram_num_embeddings': got {config.engram_num_embeddings}, expected {totals}, "
+            "the sums of the primes that engram_vocab_size, engram_n_heads and engram_max_ngram_size imply"
         )
     offsets = np.concatenate([np.zeros_like(primes[:, :1]), np.cumsum(primes, axis=1)[:, :-1]], axis=1)
     return EngramConstants(multipliers, primes, offsets)

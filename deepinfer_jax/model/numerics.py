@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -66,8 +65,3 @@ def round_to(values: Array, dtype: Any) -> Array:
     if values.dtype == jnp.float32 and dtype == jnp.bfloat16:
         values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
     return values.astype(dtype)
-
-
-def straight_through(values: Array, quantized: Array) -> Array:
-    """Give `quantized` in the forward pass and the identity's gradient in the backward pass."""
-    return values + jax.lax.stop_gradient(quantized - values)

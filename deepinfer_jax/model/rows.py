@@ -15,8 +15,7 @@ from flax import struct
 from ..arrays import Array
 
 
-@struct.dataclass
-class Rows:
+class Rows(struct.PyTreeNode):
     """Tokens of a step, flattened over slots and padded.
 
     The valid rows of a slot are adjacent, in order, with consecutive positions that continue what

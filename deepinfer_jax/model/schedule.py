@@ -6,7 +6,7 @@ Read next: `weights.py` (stacks by kind), `backbone.py` (runs the schedule).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 
@@ -43,10 +43,10 @@ class LayerKind(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`count` adjacent steps of one kind: a layer kind, or Engram (`kind` is None)."""
+    """`length` adjacent steps of one kind: a layer kind, or Engram (`kind` is None)."""
 
-    kind: LayerKind | None
-    count: int
+    kind: Any  # LayerKind or None
+    length: int
 
 
 class Segment(NamedTuple):
@@ -54,6 +54,11 @@ class Segment(NamedTuple):
 
     runs: tuple[Run, ...]
     repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        """Steps over all repeats."""
+        return self.repeats * sum(run.length for run in self.runs)
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
@@ -116,7 +121,7 @@ def _run_lengths(steps: list[LayerKind | None]) -> list[Run]:
     runs: list[Run] = []
     for step in steps:
         if runs and runs[-1].kind == step:
-            runs[-1] = Run(step, runs[-1].count + 1)
+            runs[-1] = Run(step, runs[-1].length + 1)
         else:
             runs.append(Run(step, 1))
     return runs
@@ -127,14 +132,14 @@ def _group(runs: list[Run]) -> tuple[Segment, ...]:
     position = 0
     while position < len(runs):
         best = Segment((runs[position],), 1)
-        for length in range(1, (len(runs) - position) // 2 + 1):
-            pattern = runs[position : position + length]
+        for size in range(1, (len(runs) - position) // 2 + 1):
+            pattern = runs[position : position + size]
             if any(run.kind is None for run in pattern):
                 break  # Engram tables differ in size, so a scan cannot stack them.
             repeats = 1
-            while runs[position + repeats * length : position + (repeats + 1) * length] == pattern:
+            while runs[position + repeats * size : position + (repeats + 1) * size] == pattern:
                 repeats += 1
-            if repeats > 1 and repeats * length > len(best.runs) * best.repeats:
+            if repeats > 1 and repeats * size > len(best.runs) * best.repeats:
                 best = Segment(tuple(pattern), repeats)
         segments.append(best)
         position += len(best.runs) * best.repeats

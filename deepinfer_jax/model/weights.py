@@ -20,8 +20,7 @@ _ONES = Initializer(constant=1.0, noise=0.05)
 _SMALL = Initializer(constant=0.0, noise=0.1)
 
 
-@struct.dataclass
-class HyperWeights:
+class HyperWeights(struct.PyTreeNode):
     """Hyper-connection of one site: z = fn u gives the pre, post and stream mixes."""
 
     fn: Any  # [mix, streams * embed] float32
@@ -29,8 +28,7 @@ class HyperWeights:
     scale: Any  # [3] float32
 
 
-@struct.dataclass
-class CompressorWeights:
+class CompressorWeights(struct.PyTreeNode):
     """Latent of a group of tokens; `wgate` only at ratio 2."""
 
     wkv: Any  # [head_dim, embed]
@@ -38,8 +36,7 @@ class CompressorWeights:
     norm: Any  # [head_dim]
 
 
-@struct.dataclass
-class IndexerWeights:
+class IndexerWeights(struct.PyTreeNode):
     """Selection of compressed entries; `wk` and `k_norm` only at KV sources."""
 
     wq_b: Any  # [index_heads * index_head_dim, q_rank]
@@ -48,8 +45,7 @@ class IndexerWeights:
     k_norm: Any  # [index_head_dim] or None
 
 
-@struct.dataclass
-class AttentionWeights:
+class AttentionWeights(struct.PyTreeNode):
     """Low-rank queries, one shared key-value vector per token, grouped low-rank output."""
 
     wq_a: Any  # [q_rank, embed]
@@ -64,8 +60,7 @@ class AttentionWeights:
     indexer: Any  # IndexerWeights or None
 
 
-@struct.dataclass
-class ExpertWeights:
+class ExpertWeights(struct.PyTreeNode):
     """Clamped SwiGLU: w1 gate, w3 up, w2 down; with an experts axis in front if routed."""
 
     w1: Any  # [ffn, embed]
@@ -73,8 +68,7 @@ class ExpertWeights:
     w2: Any  # [embed, ffn]
 
 
-@struct.dataclass
-class MoeWeights:
+class MoeWeights(struct.PyTreeNode):
     """Router with its two selection biases, routed experts and the shared expert."""
 
     gate: Any  # [experts, embed]
@@ -84,8 +78,7 @@ class MoeWeights:
     shared_experts: ExpertWeights
 
 
-@struct.dataclass
-class LayerWeights:
+class LayerWeights(struct.PyTreeNode):
     """One layer, or a stack of equal layers."""
 
     attn_norm: Any  # [embed]
@@ -96,8 +89,7 @@ class LayerWeights:
     ffn: MoeWeights
 
 
-@struct.dataclass
-class EngramWeights:
+class EngramWeights(struct.PyTreeNode):
     """Hashed n-gram memory of one layer."""
 
     embed: Any  # [engram_rows, engram_row]
@@ -106,8 +98,7 @@ class EngramWeights:
     k_weight: Any  # [streams, embed]
 
 
-@struct.dataclass
-class Weights:
+class Weights(struct.PyTreeNode):
     """The backbone: embedding, layer stacks by kind, Engram by layer, head.
 
     `token_map` (token id -> compressed id, int32 [vocab]) is derived from the tokenizer, so it is

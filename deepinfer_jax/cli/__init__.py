@@ -1,0 +1,44 @@
+"""The command line: one module per verb.
+
+Separate because it is the only part that prints and exits. Refused input is one line on standard
+error and exit code 2.
+Read next: `generate.py`, `params.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+EXIT_REFUSED = 2
+"""Exit code for input that is refused."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: words after the program's name, the process's own by default.
+
+    Returns:
+        The exit code: 0 done, 2 input refused.
+    """
+    from . import generate, params
+
+    parser = argparse.ArgumentParser(
+        prog="deepinfer_jax",
+        description="Offline inference for DeepSeek-V4.1-Flash in JAX.",
+        epilog='example: deepinfer_jax generate "Once upon a time"',
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for module in (generate, params):
+        module.add_parser(verbs)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except (ValueError, NotImplementedError) as error:
+        print(f"deepinfer_jax {options.verb}: {error}", file=sys.stderr)
+        return EXIT_REFUSED

@@ -1,0 +1,176 @@
+"""Text in, text out: load a model folder and generate.
+
+Separate because it joins checkpoint, tokenizer and the loop over ids, which do not know each other.
+Read next: `generate.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import overload
+
+import jax
+
+from ..checkpoint import load_weights
+from ..config import ModelConfig
+from ..config_json import read_config
+from ..model.numerics import NUMERICS, Numerics
+from ..model.weights import Weights
+from ..plans import RequestError, SamplingParams
+from ..text.tokenizer import Tokenizer
+from .generate import OnToken, Timing, generate_ids
+from .progress import working_on
+
+NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
+"""The embedded default model."""
+
+type Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt became.
+
+    Attributes:
+        text: generated text, "" if the model has no tokenizer.
+        token_ids: generated tokens, without the end-of-sequence token.
+        finish_reason: "stop" or "length".
+        prompt_ids: tokens of the prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model.
+
+    Attributes:
+        config: the architecture.
+        weights: in device memory.
+        numerics: the choice of arithmetic.
+        tokenizer: None for a checkpoint without one; prompts are token ids then.
+    """
+
+    config: ModelConfig
+    weights: Weights
+    numerics: Numerics
+    tokenizer: Tokenizer | None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Turn a prompt into token ids.
+
+        Raises:
+            RequestError: text for a model without a tokenizer, or empty text.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                "prompt: got text, expected token ids as this model folder has no tokenizer.json; put one "
+                "beside config.json or give token ids"
+            )
+        if not prompt:
+            raise RequestError("prompt: got '', expected text; give a non-empty prompt")
+        return self.tokenizer.encode(prompt)
+
+
+def load(folder: str | Path | None = None, numerics: str = "official") -> Model:
+    """Load a checkpoint folder, or the embedded nano model.
+
+    Args:
+        folder: config.json, safetensors, and tokenizer.json or engram_token_map.npy; None for nano.
+        numerics: "official" or "float32".
+
+    Returns:
+        The model, ready to generate.
+
+    Raises:
+        ValueError: a refused configuration, checkpoint or numerics, before any compute.
+    """
+    if numerics not in NUMERICS:
+        raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}")
+    use_compilation_cache()
+    path = NANO_FOLDER if folder is None else Path(folder)
+    config = read_config(path)
+    chosen = NUMERICS[numerics]
+    with working_on(f"loading {path.name}"):
+        weights = load_weights(path, config, chosen.compute_dtype)
+    has_tokenizer = (path / "tokenizer.json").is_file()
+    return Model(config, weights, chosen, Tokenizer.from_folder(path) if has_tokenizer else None)
+
+
+@cache
+def _default_model() -> Model:
+    return load()
+
+
+def use_compilation_cache() -> Path:
+    """Keep compiled programs on disk between processes, unless the user chose a place already.
+
+    Returns:
+        The folder in use.
+    """
+    configured = jax.config.jax_compilation_cache_dir
+    if configured:
+        return Path(configured)
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = base / "deepinfer_jax" / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+@overload
+def generate(prompts: str, params: SamplingParams = ..., model: Model | None = ...) -> Completion: ...
+@overload
+def generate(
+    prompts: list[Prompt] | list[str] | list[list[int]],
+    params: SamplingParams | Sequence[SamplingParams] = ...,
+    model: Model | None = ...,
+    on_token: OnToken | None = ...,
+    timing: Timing | None = ...,
+) -> list[Completion]: ...
+def generate(
+    prompts: str | list[Prompt] | list[str] | list[list[int]],
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 (frozen)
+    model: Model | None = None,
+    on_token: OnToken | None = None,
+    timing: Timing | None = None,
+) -> Completion | list[Completion]:
+    """Generate from one text, or from a list of texts and token id lists.
+
+    Args:
+        prompts: a text, or a list whose entries are texts or lists of token ids.
+        params: for all prompts, or one for each.
+        model: from `load`; the embedded nano model by default.
+        on_token: receives (prompt number, token id) as tokens are known.
+        timing: filled in.
+
+    Returns:
+        A completion for a text, a list of completions for a list.
+
+    Raises:
+        RequestError: a prompt or parameter that is refused, before any is run.
+    """
+    model = _default_model() if model is None else model
+    many = [prompts] if isinstance(prompts, str) else prompts
+    ids = [model.encode(prompt) for prompt in many]
+    generations = generate_ids(model.weights, model.config, model.numerics, ids, params, on_token, timing)
+    completions = [
+        Completion(
+            text="" if model.tokenizer is None else model.tokenizer.decode(generation.token_ids),
+            token_ids=generation.token_ids,
+            finish_reason=generation.finish_reason or "",
+            prompt_ids=generation.prompt_ids,
+        )
+        for generation in generations
+    ]
+    return completions[0] if isinstance(prompts, str) else completions

@@ -1,0 +1,155 @@
+"""Tiny architectures and random weights that reach every path of the model.
+
+Separate because tests, benchmarks and notebooks need the same small models, without files.
+Read next: `golden.py`, which feeds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import Array, random_arrays
+from ..config import DraftConfig, ModelConfig, YarnScaling
+from ..model.weights import Weights, weight_specs
+
+TINY = ModelConfig(
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=10,
+    num_attention_heads=4,
+    head_dim=32,
+    qk_rope_head_dim=16,
+    q_lora_rank=32,
+    o_groups=2,
+    o_lora_rank=32,
+    sliding_window=8,
+    rms_norm_eps=1e-20,
+    rope_theta=100.0,
+    compress_rope_theta=10000.0,
+    rope_scaling=YarnScaling(factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=256),
+    max_position_embeddings=1024,
+    compress_ratios=(0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0),
+    kv_source_layer_ids=(2, 4, 6),
+    index_source_layer_ids=(2, 4, 6, 8),
+    index_n_heads=8,
+    index_head_dim=32,
+    index_topk=4,
+    candidate_source_layer_id=6,
+    candidate_topk_blocks=3,
+    candidate_block_size=2,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.5,
+    swiglu_limit=1.5,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    engram_layer_ids=(1, 4),
+    engram_num_embeddings=(304, 462),
+    engram_max_ngram_size=4,
+    engram_vocab_size=40,
+    engram_n_heads=2,
+    engram_head_dim=32,
+    engram_pad_token_id=2,
+    engram_compressed_vocab_size=100,
+    image_token_id=125,
+    draft=DraftConfig(
+        num_stages=2,
+        block_size=3,
+        noise_token_id=127,
+        target_layer_ids=(7, 8, 9),
+        markov_rank=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    ),
+)
+"""The golden files' model: window 8, every kind of layer, Engram on two layers, two draft stages."""
+
+TINY_WINDOW_128 = replace(TINY, sliding_window=128)
+"""The same with the released window, for what depends on lengths."""
+
+SMALLEST = replace(
+    TINY,
+    num_hidden_layers=3,
+    compress_ratios=(0, 2, 1),
+    kv_source_layer_ids=(1, 2),
+    index_source_layer_ids=(1, 2),
+    candidate_source_layer_id=2,
+    engram_layer_ids=(1,),
+    engram_num_embeddings=(304,),
+    draft=DraftConfig(),
+)
+"""One layer of each compress ratio: quick to compile."""
+
+ONE_OF_EACH = replace(
+    TINY,
+    num_hidden_layers=7,
+    compress_ratios=(0, 2, 2, 2, 1, 1, 1),
+    kv_source_layer_ids=(1, 4),
+    index_source_layer_ids=(1, 4, 6),
+    candidate_source_layer_id=4,
+    engram_layer_ids=(1,),
+    engram_num_embeddings=(304,),
+    draft=DraftConfig(),
+)
+"""One layer of each kind, but two adjacent Reuse layers, which become a scan."""
+
+
+def released_pattern(extra_repeats: int = 0) -> ModelConfig:
+    """Give the 40-layer pattern of the released model at the widths of `TINY`, without draft stages.
+
+    Args:
+        extra_repeats: how many further times the last four layers (Reindex and three Reuse) follow.
+
+    Returns:
+        The architecture of 40 + 4 extra_repeats layers.
+
+    Source: spec/model.md section 1, layer roles.
+    """
+    layers = 40 + 4 * extra_repeats
+    return replace(
+        TINY,
+        num_hidden_layers=layers,
+        compress_ratios=(0, 0) + (2,) * 18 + (1,) * (layers - 20),
+        kv_source_layer_ids=(2, 8, 14, 20),
+        index_source_layer_ids=(2, 8, 14, *range(20, layers, 4)),
+        candidate_source_layer_id=20,
+        engram_layer_ids=(1, 14),
+        draft=DraftConfig(),
+    )
+
+
+def random_token_map(config: ModelConfig, seed: int = 0) -> Array:
+    """Draw a token map that uses every compressed id.
+
+    Args:
+        config: the architecture; its vocabulary is at least as large as the compressed one.
+        seed: seed of the draw.
+
+    Returns:
+        int32 [V].
+    """
+    random = np.random.default_rng(seed)
+    classes = config.engram_compressed_vocab_size
+    extra = random.integers(0, classes, config.vocab_size - classes)
+    return jnp.asarray(random.permutation(np.concatenate([np.arange(classes), extra])).astype(np.int32))
+
+
+def random_weights(config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+    """Draw weights in which every bias, scale and norm differs from what would leave its path idle.
+
+    Args:
+        config: the architecture.
+        key: base key.
+        dtype: dtype of the weights that are not stored as F32.
+
+    Returns:
+        The weights, token map included.
+    """
+    weights = random_arrays(weight_specs(config), key, dtype)
+    return weights.replace(token_map=random_token_map(config))

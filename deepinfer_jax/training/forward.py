@@ -1,0 +1,366 @@
+"""The backbone over whole training sequences: dense masks instead of a cache.
+
+Separate because training reads every position of many short sequences at once, where masked matrix
+products beat gathers and need no scatter in the backward pass. Everything but the key gathering is
+the model's own code; a test holds this forward to `model/backbone.py`.
+Read next: `losses.py`, `lm.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from ..arrays import MASKED_SCORE, NOTHING, Array
+from ..config import ModelConfig
+from ..model import attention, compressor, hyper, indexer
+from ..model.compressor import Projection
+from ..model.engram import engram, hash_rows
+from ..model.layer import attention_input, finish_layer
+from ..model.linear import contract
+from ..model.norm import rms_norm
+from ..model.numerics import Numerics, round_to
+from ..model.rope import Rotation, rotation
+from ..model.schedule import LayerKind, layer_kind, layers_by_kind
+from ..model.weights import LayerWeights, Weights, take_layer
+
+
+class Batch(struct.PyTreeNode):
+    """Packed sequences.
+
+    Attributes:
+        tokens: int32 [B, T].
+        segments: int32 [B, T], 0 for padding, 1.. for the segment; segments do not see each other
+            and start at even offsets.
+        loss_weights: float32 [B, T], weight of predicting the token at that place.
+    """
+
+    tokens: Array
+    segments: Array
+    loss_weights: Array
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMode:
+    """Static choices of a training phase.
+
+    Args:
+        numerics: arithmetic of the forward pass.
+        is_sparse: whether only selected entries are attended to, or everything visible.
+    """
+
+    numerics: Numerics
+    is_sparse: bool
+
+
+class ForwardResult(NamedTuple):
+    """Hidden states [B, T, D], index divergence (scalar), expert scores and ids by layer."""
+
+    hidden: Array
+    index_divergence: Array
+    router_scores: Array  # float32 [L, B T, E]
+    router_ids: Array  # int32 [L, B T, K]
+
+
+class SequenceContext(NamedTuple):
+    """What all layers of a batch share; [B, T] geometry."""
+
+    segments: Array
+    plain: Rotation
+    scaled: Rotation
+    group_starts: dict[int, Rotation]
+    is_visible: dict[int, Array]  # ratio -> bool [B, T, G]
+
+
+class SequenceCarry(struct.PyTreeNode):
+    """What crosses layers: streams and `pre`, compressed KV and the set attended to (bool [B, T, G])."""
+
+    streams: Array
+    pre_mix: Array
+    compressed: Any  # [B, G, H], None before the first KV source, as the following ones
+    index_keys: Any  # [B, G, index_head_dim]
+    is_selected: Any  # bool [B, T, G]
+    is_candidate: Any  # bool [B, T, G]
+
+
+def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingMode) -> ForwardResult:
+    """Run the backbone on whole sequences.
+
+    Args:
+        weights: the weights in the compute dtype.
+        batch: packed sequences, T a multiple of the window and of the candidate block size.
+        config: the architecture.
+        mode: static choices.
+
+    Returns:
+        Hidden states after the final norm and what the auxiliary losses need.
+    """
+    num_sequences, length = batch.tokens.shape
+    context = _context(batch, config)
+    table_rows = _table_rows(weights, batch, config)
+    embedded = weights.embed[batch.tokens.reshape(-1)].astype(mode.numerics.compute_dtype)
+    streams = jnp.broadcast_to(embedded[:, None, :], (embedded.shape[0], config.hc_mult, config.hidden_size))
+    pre_mix = jnp.zeros((embedded.shape[0], config.hc_mult), jnp.float32).at[:, 0].set(1.0)
+    carry = SequenceCarry(streams, pre_mix, None, None, None, None)
+    is_image = jnp.zeros((embedded.shape[0],), bool)
+    divergences, scores, ids = [], [], []
+    members = layers_by_kind(config)
+    for layer in range(config.num_hidden_layers):
+        if layer in config.engram_layer_ids:
+            place = config.engram_layer_ids.index(layer)
+            arguments = (carry.streams, table_rows[:, place], weights.engram[place], is_image)
+            carry = carry.replace(streams=engram(*arguments, config, mode.numerics))
+        kind = layer_kind(config, layer)
+        layer_weights = take_layer(weights.layers[kind.name], members[kind].index(layer))
+        run = jax.checkpoint(partial(_layer, kind=kind, config=config, mode=mode))
+        carry, divergence, layer_scores, layer_ids = run(carry, layer_weights, context)
+        divergences.append(divergence)
+        scores.append(layer_scores)
+        ids.append(layer_ids)
+    collapsed = hyper.collapse(carry.streams, carry.pre_mix)
+    hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
+    hidden = hidden.reshape(num_sequences, length, config.hidden_size)
+    return ForwardResult(hidden, jnp.sum(jnp.stack(divergences)), jnp.stack(scores), jnp.stack(ids))
+
+
+def _context(batch: Batch, config: ModelConfig) -> SequenceContext:
+    segments = batch.segments
+    positions = segment_positions(segments)
+    is_visible, group_starts = {}, {}
+    steps = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    for ratio in (1, 2):
+        groups = jnp.arange(segments.shape[1] // ratio, dtype=jnp.int32)
+        is_complete = (groups[None, :] + 1) * ratio <= steps[:, None] + 1
+        last_token = segments[:, ratio - 1 :: ratio]
+        is_same = (segments[:, :, None] == last_token[:, None, :]) & (last_token[:, None, :] > 0)
+        is_visible[ratio] = is_complete[None] & is_same
+        group_starts[ratio] = rotation(config, positions[:, ::ratio], is_compressed=True)
+    return SequenceContext(
+        segments=segments,
+        plain=rotation(config, positions, is_compressed=False),
+        scaled=rotation(config, positions, is_compressed=True),
+        group_starts=group_starts,
+        is_visible=is_visible,
+    )
+
+
+def segment_positions(segments: Array) -> Array:
+    """Count positions from 0 within each segment: int32 [B, T]."""
+    steps = jnp.arange(segments.shape[1], dtype=jnp.int32)[None, :]
+    is_start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = lax.cummax(jnp.where(is_start, steps, 0), axis=1)
+    return steps - starts
+
+
+def _table_rows(weights: Weights, batch: Batch, config: ModelConfig) -> Array:
+    compressed_ids = weights.token_map[batch.tokens]
+    history = []
+    for back in range(config.engram_max_ngram_size):
+        shifted = jnp.pad(compressed_ids, ((0, 0), (back, 0)))[:, : batch.tokens.shape[1]]
+        segment = jnp.pad(batch.segments, ((0, 0), (back, 0)))[:, : batch.tokens.shape[1]]
+        history.append(jnp.where(segment == batch.segments, shifted, NOTHING))
+    flat = jnp.stack(history, axis=-1).reshape(-1, config.engram_max_ngram_size)
+    return hash_rows(flat, config, weights.token_map[config.engram_pad_token_id])
+
+
+def _layer(
+    carry: SequenceCarry,
+    weights: LayerWeights,
+    context: SequenceContext,
+    *,
+    kind: LayerKind,
+    config: ModelConfig,
+    mode: TrainingMode,
+) -> tuple[SequenceCarry, Array, Array, Array]:
+    x, site = attention_input(carry.streams, carry.pre_mix, weights, config)
+    sequences = x.reshape(*context.segments.shape, config.hidden_size)
+    carry, update, divergence = _attention(carry, sequences, weights, context, kind, config, mode)
+    tapped: dict[str, Array] = {}
+    streams, pre_mix = finish_layer(
+        *(carry.streams, update.reshape(x.shape), site, weights, jnp.zeros((x.shape[0],), bool)),
+        *(config, mode.numerics, tapped.__setitem__),
+    )
+    carry = carry.replace(streams=streams, pre_mix=pre_mix)
+    return carry, divergence, tapped["ffn.gate.scores"], tapped["ffn.gate.ids"]
+
+
+def _attention(
+    carry: SequenceCarry,
+    x: Array,
+    weights: LayerWeights,
+    context: SequenceContext,
+    kind: LayerKind,
+    config: ModelConfig,
+    mode: TrainingMode,
+) -> tuple[SequenceCarry, Array, Array]:
+    numerics, attn = mode.numerics, weights.attn
+    table = context.plain if kind.role == "window" else context.scaled
+    queries = attention.make_queries(x, table, attn, config, numerics)
+    window_rows = attention.window_key_value(x, table, attn, config, numerics)
+    if kind.is_kv_source:
+        kv, keys = _compress(x, weights, context.group_starts[kind.ratio], config, numerics)
+        carry = carry.replace(compressed=kv, index_keys=keys)
+    scores = None
+    if kind.is_index_source:
+        scores = _index_scores(x, queries.qr, carry.index_keys, weights, context.scaled, config, numerics)
+        carry = _select(carry, scores, context.is_visible[kind.ratio], kind, config, mode)
+    o, shares = _attend(
+        queries.q, window_rows, carry.compressed if kind.ratio else None, carry.is_selected, attn.attn_sink,
+        context.segments, config,
+    )  # fmt: skip
+    divergence = jnp.float32(0)
+    if scores is not None:
+        divergence = _divergence(scores, shares, carry.is_selected)
+    o = attention.unrotate(o, table)
+    return carry, attention.project_output(o, attn, config, numerics), divergence
+
+
+def _compress(
+    x: Array, weights: LayerWeights, starts: Rotation, config: ModelConfig, numerics: Numerics
+) -> tuple[Array, Array]:
+    attn = weights.attn
+    projection = compressor.project(x, attn.compressor)
+    pooled = projection.kv
+    if projection.score is not None:
+        older = Projection(projection.kv[:, 0::2], projection.score[:, 0::2])
+        newer = Projection(projection.kv[:, 1::2], projection.score[:, 1::2])
+        pooled = compressor.pool_pair(older, newer)
+    entry = compressor.make_entry(pooled, starts, attn.compressor, attn.indexer, config, numerics)
+    # Index keys learn from the divergence alone; their latent is not to be bent by it.
+    latent = lax.stop_gradient(pooled)
+    key = compressor.make_entry(
+        latent, starts, lax.stop_gradient(attn.compressor), attn.indexer, config, numerics
+    ).index_key
+    return entry.kv, key
+
+
+def _index_scores(
+    x: Array,
+    qr: Array,
+    keys: Array | None,
+    weights: LayerWeights,
+    table: Rotation,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> Array:
+    assert keys is not None
+    inputs = lax.stop_gradient((qr, x))
+    queries = indexer.index_queries(inputs[0], table, weights.attn.indexer, config, numerics)
+    heads = indexer.head_weights(inputs[1], weights.attn.indexer, config)
+    return indexer.index_scores(queries, heads, keys)
+
+
+def _select(
+    carry: SequenceCarry,
+    scores: Array,
+    is_visible: Array,
+    kind: LayerKind,
+    config: ModelConfig,
+    mode: TrainingMode,
+) -> SequenceCarry:
+    """Choose the entries attended to, as masks, by the rules of `model/indexer.py`."""
+    if not mode.is_sparse:
+        return carry.replace(is_selected=is_visible)
+    masked = jnp.where(is_visible, lax.stop_gradient(scores), MASKED_SCORE)
+    is_candidate = carry.is_candidate
+    if kind.candidates == "source":
+        is_candidate = _candidates(masked, is_visible, config)
+    elif kind.candidates == "restricted":
+        masked = jnp.where(is_candidate, masked, MASKED_SCORE)
+    is_selected = _is_among_best(masked, config.index_topk) & (masked > MASKED_SCORE)
+    return carry.replace(is_selected=is_selected, is_candidate=is_candidate)
+
+
+def _candidates(masked: Array, is_visible: Array, config: ModelConfig) -> Array:
+    size = config.candidate_block_size
+    blocked = masked.reshape(*masked.shape[:-1], -1, size)
+    best = jnp.max(blocked, axis=-1)
+    has_visible = jnp.any(is_visible.reshape(blocked.shape), axis=-1)
+    blocks = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None, :]
+    newest = jnp.max(jnp.where(has_visible, blocks, -1), axis=-1, keepdims=True)
+    best = jnp.where(blocks == newest, jnp.inf, best)
+    is_kept = _is_among_best(best, config.candidate_topk_blocks) & has_visible
+    return jnp.repeat(is_kept, size, axis=-1)
+
+
+def _is_among_best(values: Array, count: int) -> Array:
+    if count >= values.shape[-1]:
+        return jnp.ones(values.shape, bool)
+    # By index and not by threshold: scores of exactly 0 tie often (all ReLUs are 0).
+    ids = lax.top_k(values, count)[1]
+    rows = jnp.arange(values.size // values.shape[-1], dtype=jnp.int32)[:, None]
+    is_best = jnp.zeros((rows.shape[0], values.shape[-1]), bool)
+    return is_best.at[rows, ids.reshape(rows.shape[0], count)].set(True).reshape(values.shape)
+
+
+def _attend(
+    q: Array,
+    window_rows: Array,
+    entries: Array | None,
+    is_selected: Array | None,
+    attn_sink: Array,
+    segments: Array,
+    config: ModelConfig,
+) -> tuple[Array, Array]:
+    """Attend to a block-local window and all compressed entries under a mask.
+
+    Returns:
+        [B, T, N, H] outputs, float32 [B, T, G] mean attention over heads on the entries.
+    """
+    batch, length, heads, _ = q.shape
+    window = config.sliding_window
+    scale = jnp.float32(config.head_dim**-0.5)
+    local_keys, is_local = _local_window(window_rows, segments, window)
+    blocked_q = q.reshape(batch, length // window, window, heads, -1)
+    local = contract("bcqnh,bckh->bcqnk", blocked_q, local_keys) * scale
+    local = jnp.where(is_local[:, :, :, None, :], local, MASKED_SCORE)
+    scores = local.reshape(batch, length, heads, 2 * window)
+    if entries is not None and is_selected is not None:
+        distant = contract("btnh,bgh->btng", q, entries) * scale
+        distant = jnp.where(is_selected[:, :, None, :], distant, MASKED_SCORE)
+        scores = jnp.concatenate([scores, distant], axis=-1)
+    sink = attn_sink.reshape(1, 1, heads, 1)
+    highest = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - highest)
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest))
+    rounded = round_to(weights, q.dtype)
+    near = rounded[..., : 2 * window].reshape(local.shape)
+    o = contract("bcqnk,bckh->bcqnh", near, local_keys).reshape(q.shape)
+    if entries is not None:
+        o = o + contract("btng,bgh->btnh", rounded[..., 2 * window :], entries)
+    shares = jnp.mean(lax.stop_gradient(weights[..., 2 * window :]), axis=2)
+    return round_to(o, q.dtype), shares
+
+
+def _local_window(window_rows: Array, segments: Array, window: int) -> tuple[Array, Array]:
+    """Give each block of W queries the 2 W keys of its own and the previous block, and the mask."""
+    batch, length, width = window_rows.shape
+    blocks = length // window
+    keys = window_rows.reshape(batch, blocks, window, width)
+    previous = jnp.pad(keys, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+    marks = segments.reshape(batch, blocks, window)
+    previous_marks = jnp.pad(marks, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    both_marks = jnp.concatenate([previous_marks, marks], axis=2)
+    distance = jnp.arange(window)[:, None] + window - jnp.arange(2 * window)[None, :]
+    is_near = (distance >= 0) & (distance < window)
+    is_same = (marks[:, :, :, None] == both_marks[:, :, None, :]) & (marks[:, :, :, None] > 0)
+    return jnp.concatenate([previous, keys], axis=2), is_near[None, None] & is_same
+
+
+def _divergence(scores: Array, shares: Array, is_selected: Array | None) -> Array:
+    """KL of the attention's share of each entry against the index scores' softmax, mean over queries."""
+    assert is_selected is not None
+    total = jnp.sum(shares, axis=-1, keepdims=True)
+    target = shares / jnp.maximum(total, 1e-9)
+    logits = jnp.where(is_selected, scores, -1e9)
+    log_predicted = jax.nn.log_softmax(logits, axis=-1)
+    terms = jnp.where(target > 0, target * (jnp.log(jnp.maximum(target, 1e-20)) - log_predicted), 0.0)
+    has_any = jnp.any(is_selected, axis=-1)
+    per_query = jnp.where(has_any, jnp.sum(terms, axis=-1), 0.0)
+    return jnp.sum(per_query) / jnp.maximum(jnp.sum(has_any.astype(jnp.float32)), 1.0)

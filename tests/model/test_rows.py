@@ -1,0 +1,114 @@
+"""Rows and the rings they read and write, against sequences kept in plain lists."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepinfer_jax.model.cache import empty_cache, is_before_start, read_ring, write_ring
+from deepinfer_jax.model.numerics import FLOAT32
+from deepinfer_jax.model.rows import Rows, is_among_last, look_back
+from deepinfer_jax.testing.golden import make_rows
+from deepinfer_jax.testing.presets import TINY
+
+SLOTS, CHUNK = 3, 4
+ORDER = (2, 0, 1)  # of the slots' rows in the step
+
+# For each slot: tokens before the step, and valid rows of it in the step.
+steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, CHUNK)), min_size=SLOTS, max_size=SLOTS)
+# Whether padding stands before the valid rows, and so pretends to be the tokens before them.
+is_padded_in_front = st.booleans()
+
+
+def rows_of(step: list[tuple[int, int]], in_front: bool) -> Rows:
+    starts, counts = (np.array(part) for part in zip(*step, strict=True))
+    tokens = np.zeros((SLOTS, CHUNK), np.int32)
+    if not in_front:
+        return make_rows(tokens, start=starts, lengths=counts, slots=ORDER)
+    rows = make_rows(tokens, start=starts - (CHUNK - counts), slots=ORDER)
+    is_valid = np.arange(CHUNK)[None, :] >= CHUNK - counts[:, None]
+    return rows.replace(is_valid=jnp.asarray(is_valid.reshape(-1)))
+
+
+def valid_places(rows: Rows) -> dict[tuple[int, int], int]:
+    """Row index of every (slot, position) of the step."""
+    slots, positions, valid = (np.asarray(part) for part in (rows.slots, rows.positions, rows.is_valid))
+    return {(int(slots[i]), int(positions[i])): i for i in np.flatnonzero(valid)}
+
+
+@given(steps, is_padded_in_front, st.integers(1, 9))
+def test_look_back_finds_exactly_the_rows_of_the_step(step, in_front: bool, count: int) -> None:
+    rows = rows_of(step, in_front)
+    places = valid_places(rows)
+    found, is_in_step = (np.asarray(part) for part in look_back(rows, count))
+    for (slot, position), row in places.items():
+        for distance in range(count):
+            expected = places.get((slot, position - distance))
+            assert is_in_step[row, distance] == (expected is not None)
+            if expected is not None:
+                assert found[row, distance] == expected
+
+
+@given(steps, is_padded_in_front, st.integers(1, 5))
+def test_last_rows_of_each_slot(step, in_front: bool, count: int) -> None:
+    rows = rows_of(step, in_front)
+    places, expected = valid_places(rows), np.zeros(SLOTS * CHUNK, bool)
+    for slot in range(SLOTS):
+        for position in sorted(p for s, p in places if s == slot)[-count:]:
+            expected[places[slot, position]] = True
+    np.testing.assert_array_equal(is_among_last(rows, count), expected)
+
+
+@given(steps, is_padded_in_front, st.integers(1, 5))
+def test_ring_keeps_the_latest_positions(step, in_front: bool, entries: int) -> None:
+    rows = rows_of(step, in_front)
+    values = np.arange(SLOTS * CHUNK, dtype=np.float32) + 1000
+    history = {(slot, p): 100 * slot + p for slot in range(SLOTS) for p in range(20)}
+    starts = dict(zip(ORDER, [start for start, _ in step], strict=True))
+    ring, expected = (np.full((SLOTS, entries), -1.0, np.float32) for _ in range(2))
+    for slot, start in starts.items():
+        for position in range(max(0, start - entries), start):
+            ring[slot, position % entries] = expected[slot, position % entries] = history[slot, position]
+    for (slot, position), row in sorted(valid_places(rows).items()):
+        expected[slot, position % entries] = values[row]
+    found = write_ring(jnp.asarray(ring), jnp.asarray(values), rows)
+    np.testing.assert_array_equal(found, expected)
+
+
+@given(steps, is_padded_in_front, st.integers(1, 5))
+def test_ring_and_step_together_give_the_latest_positions(step, in_front: bool, entries: int) -> None:
+    rows = rows_of(step, in_front)
+    places = valid_places(rows)
+    values = np.arange(SLOTS * CHUNK, dtype=np.float32) + 1000
+    ring = np.full((SLOTS, entries), np.nan, np.float32)
+    for slot, (start, _) in zip(ORDER, step, strict=True):
+        for position in range(max(0, start - entries), start):
+            ring[slot, position % entries] = 100 * slot + position
+    found = np.asarray(read_ring(jnp.asarray(ring), jnp.asarray(values), rows, look_back(rows, entries)))
+    before = np.asarray(is_before_start(rows, entries))
+    for (slot, position), row in places.items():
+        for distance in range(entries):
+            at = position - distance
+            assert before[row, distance] == (at < 0)
+            if at >= 0:
+                expected = values[places[slot, at]] if (slot, at) in places else 100 * slot + at
+                assert found[row, distance] == expected
+
+
+def test_rows_of_equal_positions_in_other_slots_are_no_neighbours() -> None:
+    rows = make_rows(np.zeros((2, 1)), start=[4, 5])
+    assert not bool(look_back(rows, 2).is_in_step[1, 1])
+
+
+def test_blocks_that_do_not_divide_the_chunk_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunks of 6, expected a multiple of rows_per_block=4"):
+        make_rows(np.zeros((1, 6)), rows_per_block=4)
+
+
+@pytest.mark.parametrize("capacity", [0, -2, 7])
+def test_capacity_that_is_no_positive_even_number_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"cache capacity: got {capacity}, expected a positive even number"):
+        empty_cache(TINY, 1, capacity, FLOAT32)
