@@ -119,6 +119,7 @@ class ModelConfig:
     draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_sizes(self)
         _check_layers(self)
         _check_token_ids(self)
@@ -146,6 +147,41 @@ def require(condition: bool, key: str, got: object, expected: str) -> None:
             f"config key {key!r}: got {got!r}, expected {expected}; "
             "fix config.json or use a checkpoint of this architecture"
         )
+
+
+_EXPECTED_TYPES = {
+    "int": "an integer",
+    "int | None": "an integer or null",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple[int, ...]": "a list of integers",
+}
+
+
+def _check_types(config: ModelConfig) -> None:
+    """Check every value against its annotation, as JSON may hold anything."""
+    parts = [("", config), ("rope_scaling.", config.rope_scaling), ("draft.", config.draft)]
+    for prefix, part in parts:
+        for key, declared in part.__dataclass_fields__.items():
+            expected = _EXPECTED_TYPES.get(str(declared.type))
+            value = getattr(part, key)
+            if expected is not None:
+                require(_is_of_type(value, str(declared.type)), prefix + key, value, expected)
+
+
+def _is_of_type(value: object, annotation: str) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    match annotation:
+        case "int":
+            return is_int
+        case "int | None":
+            return is_int or value is None
+        case "float":
+            return is_int or isinstance(value, float)
+        case "bool":
+            return isinstance(value, bool)
+        case _:
+            return isinstance(value, tuple) and all(_is_of_type(item, "int") for item in value)
 
 
 def _check_sizes(config: ModelConfig) -> None:

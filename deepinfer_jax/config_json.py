@@ -96,6 +96,7 @@ def parse_config(document: dict[str, Any]) -> ModelConfig:
     """
     flat = dict(document)
     text = flat.pop("text_config", None)
+    require(text is None or isinstance(text, dict), "text_config", text, "a JSON object")
     has_vision = flat.pop("vision_config", None) is not None
     is_quantized = _parse_quantization(flat)
     if text is not None:
@@ -147,6 +148,7 @@ def _parse_quantization(document: dict[str, Any]) -> bool:
         if document.get("dtype") != "fp8" and not reduced:
             return False
         scheme = {**QUANTIZATION, **reduced}
+    require(isinstance(scheme, dict), "quantization_config", scheme, "a JSON object")
     got = {"activation_scheme": "dynamic", **scheme}
     if got != QUANTIZATION:
         different = sorted(k for k in {*got, *QUANTIZATION} if got.get(k) != QUANTIZATION.get(k))
@@ -162,6 +164,7 @@ def _parse_rope_scaling(values: dict[str, Any]) -> YarnScaling:
     if scaling is None:
         found = {name: values.pop(key) for key, name in _YARN_FLAT_NAMES.items() if key in values}
         scaling = {"rope_type": "yarn", **found}
+    require(isinstance(scaling, dict), "rope_scaling", scaling, "a JSON object")
     scaling = dict(scaling)
     kind = scaling.pop("rope_type", None)
     require(kind == "yarn", "rope_scaling.rope_type", kind, "'yarn'")

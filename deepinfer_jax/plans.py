@@ -52,14 +52,19 @@ class SamplingParams:
         _require(
             _is_int(self.max_tokens) and self.max_tokens >= 0, "max_tokens", self.max_tokens, "an int >= 0"
         )
-        is_temperature = math.isfinite(self.temperature) and self.temperature >= 0
+        is_temperature = _is_number(self.temperature) and 0 <= self.temperature < math.inf
         _require(is_temperature, "temperature", self.temperature, "a finite number >= 0 (0 is greedy)")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] (1 keeps every token)")
+        is_top_p = _is_number(self.top_p) and 0 < self.top_p <= 1
+        _require(is_top_p, "top_p", self.top_p, "a number in (0, 1] (1 keeps every token)")
         _require(_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", self.seed, "an int in 0..2^64-1")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float | np.floating)
 
 
 def _require(condition: bool, what: str, got: object, expected: str) -> None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from ..plans import RequestError, SamplingParams
+from ..plans import RequestError, SamplingParams, check_prompt
+
+if TYPE_CHECKING:
+    from ..engine.llm import Completion, Model
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -54,18 +58,21 @@ def run(options: argparse.Namespace) -> int:
 
     from ..engine.generate import Timing
     from ..engine.llm import generate, load
+    from ..text.stream import TextStream
 
     model = load(options.model, options.numerics)
     loaded = time.monotonic()
     timing = Timing()
-    completions = generate(prompts, params, model, timing=timing)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if model.tokenizer is None:
-            print(",".join(str(token) for token in completion.token_ids))
-        elif isinstance(prompt, str):
-            print(prompt + completion.text)
-        else:
-            print(completion.text)
+    if len(prompts) == 1 and model.tokenizer is not None:
+        stream = TextStream(model.tokenizer)
+        # Checked before anything is printed: a refused prompt leaves standard output empty.
+        ids = model.encode(prompts[0])
+        check_prompt(ids, params, model.config, "prompt 0")
+        _print_now(prompts[0] if isinstance(prompts[0], str) else "")
+        generate([ids], params, model, lambda _, token: _print_now(stream.push(token)), timing)
+        _print_now(stream.finish() + "\n")
+    else:
+        _print_blocks(prompts, generate(prompts, params, model, timing=timing), model)
     if options.stats:
         rate = timing.num_decoded / timing.decoding if timing.decoding else 0.0
         print(
@@ -74,6 +81,18 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _print_now(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _print_blocks(prompts: list[str | list[int]], completions: list[Completion], model: Model) -> None:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if model.tokenizer is None:
+            print(",".join(str(token) for token in completion.token_ids))
+        else:
+            print((prompt if isinstance(prompt, str) else "") + completion.text)
 
 
 def _parse_ids(text: str) -> list[int]:

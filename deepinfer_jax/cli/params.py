@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 
+PIPE_WIDTH = 200
+"""Columns of the table when it is not printed to a terminal."""
+
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
     """Declare the verb's arguments."""
@@ -47,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             axes = ", ".join(spec.stacked_axes)
             table.add_row(prefix + path, shape, axes, storage, f"{spec.num_parameters:,}", f"{size:,}")
     table.add_row("total", "", "", "", f"{totals[0]:,}", f"{totals[1]:,}")
-    console = Console()
-    # A pipe has no width: keep every line whole there.
-    console.print(table, soft_wrap=not console.is_terminal)
+    # A pipe has no width of its own: give it room for whole lines.
+    is_terminal = Console().is_terminal
+    Console(width=None if is_terminal else PIPE_WIDTH).print(table)
     return 0

@@ -19,6 +19,7 @@ from ..model.weights import Weights
 from ..plans import (
     CAPACITY_BUCKETS,
     SLOT_BUCKETS,
+    RequestError,
     SamplingParams,
     bucket_for,
     check_prompt,
@@ -90,6 +91,11 @@ def generate_ids(
         RequestError: a prompt or parameter that is refused, by number.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise RequestError(
+            f"params: got {len(each)}, expected one for each of {len(prompts)} prompts, or a single one for "
+            "all; give as many as prompts"
+        )
     checked = [[int(token) if isinstance(token, np.integer) else token for token in p] for p in prompts]
     for number, (prompt, one) in enumerate(zip(checked, each, strict=True)):
         check_prompt(prompt, one, config, f"prompt {number}")

@@ -25,7 +25,7 @@ from .norm import rms_norm
 from .numerics import Numerics
 from .rows import Rows, look_back
 from .schedule import LayerKind, Segment, layer_kind, layers_by_kind, make_schedule, sources_by_ratio
-from .step_layer import Carry, LayerIndex, StepContext, run_layer, step_context
+from .step_layer import Carry, LayerCall, LayerIndex, StepContext, run_layer, step_context
 from .taps import Tap, TapRecorder, no_tap
 from .weights import Weights, take_layer
 
@@ -70,12 +70,12 @@ def backbone(
     if numerics.quantizes_activations and not config.is_quantized:
         numerics = dataclasses.replace(numerics, quantizes_activations=False)
     recorder = TapRecorder(taps)
-    context = step_context(rows, config)
+    context = step_context(rows, config, numerics)
     table_rows, cache = _engram_rows(weights, config, rows, cache)
     carry = _initial_carry(weights, config, rows, cache, numerics)
     middle = config.kv_source_layer_ids[-1]
     for start, stop in ((0, middle), (middle, config.num_hidden_layers)):
-        carry = _run_layers(carry, weights, config, context, table_rows, numerics, recorder, (start, stop))
+        carry = _run_layers(carry, weights, context, table_rows, recorder, (start, stop))
     collapsed = hyper.collapse(carry.streams, carry.pre_mix)
     hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
     tap = recorder.scoped("final.")
@@ -125,26 +125,24 @@ def _initial_carry(
 def _run_layers(
     carry: Carry,
     weights: Weights,
-    config: ModelConfig,
     context: StepContext,
     table_rows: Array,
-    numerics: Numerics,
     recorder: TapRecorder,
     span: tuple[int, int],
 ) -> Carry:
     """Run the layers start..stop by segments; equal layers and repeated patterns are scanned."""
-    layer = span[0]
+    config, layer = context.config, span[0]
 
     def step(carry: Carry, kind: LayerKind, index: LayerIndex, tap: Tap = no_tap) -> Carry:
         layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
-        return run_layer(carry, layer_weights, kind, index, context, config, numerics, tap)
+        return run_layer(carry, LayerCall(layer_weights, kind, index, context, tap))
 
     for segment in make_schedule(config, *span):
         if segment.runs[0].kind is None:
             place = config.engram_layer_ids.index(layer)
             tap = recorder.scoped(f"layers.{layer}.engram.")
             arguments = (carry.streams, table_rows[:, place], weights.engram[place], context.rows.is_image)
-            carry = carry.replace(streams=engram(*arguments, config, numerics, tap))
+            carry = carry.replace(streams=engram(*arguments, config, context.numerics, tap))
             continue
         layers = range(layer, layer + segment.num_layers)
         if any(recorder.wants(f"layers.{number}.") for number in layers):

@@ -22,7 +22,7 @@ from .numerics import Numerics
 from .rope import Rotation, rotation
 from .rows import Lookback, Rows, look_back
 from .schedule import LayerKind
-from .taps import Tap
+from .taps import Tap, no_tap
 from .weights import LayerWeights
 
 
@@ -51,6 +51,8 @@ class StepContext(NamedTuple):
     """What all layers of a step share.
 
     Attributes:
+        config: the architecture.
+        numerics: the static choice of arithmetic.
         rows: the step's rows.
         plain: rotation of window-only layers at the rows' positions.
         scaled: rotation of the other layers.
@@ -59,6 +61,8 @@ class StepContext(NamedTuple):
         is_in_window: bool [R, W], lookbacks that the sequence has.
     """
 
+    config: ModelConfig
+    numerics: Numerics
     rows: Rows
     plain: Rotation
     scaled: Rotation
@@ -81,10 +85,30 @@ class LayerIndex(NamedTuple):
     source: Array | int
 
 
-def step_context(rows: Rows, config: ModelConfig) -> StepContext:
+class LayerCall(NamedTuple):
+    """One layer of a step.
+
+    Attributes:
+        weights: the layer's weights.
+        kind: its kind (static).
+        place: where it stands.
+        context: what the step's layers share.
+        tap: records intermediate values.
+    """
+
+    weights: LayerWeights
+    kind: LayerKind
+    place: LayerIndex
+    context: StepContext
+    tap: Tap = no_tap
+
+
+def step_context(rows: Rows, config: ModelConfig, numerics: Numerics) -> StepContext:
     """Prepare what the layers share: rotations and window geometry."""
     positions = rows.positions
     return StepContext(
+        config=config,
+        numerics=numerics,
         rows=rows,
         plain=rotation(config, positions, is_compressed=False),
         scaled=rotation(config, positions, is_compressed=True),
@@ -96,35 +120,22 @@ def step_context(rows: Rows, config: ModelConfig) -> StepContext:
     )
 
 
-def run_layer(
-    carry: Carry,
-    weights: LayerWeights,
-    kind: LayerKind,
-    index: LayerIndex,
-    context: StepContext,
-    config: ModelConfig,
-    numerics: Numerics,
-    tap: Tap,
-) -> Carry:
+def run_layer(carry: Carry, layer: LayerCall) -> Carry:
     """Apply one layer to all rows of a step.
 
     Args:
         carry: state that crosses layers.
-        weights: the layer's weights.
-        kind: its kind (static).
-        index: its place.
-        context: what the step's layers share.
-        config: the architecture.
-        numerics: the static choice of arithmetic.
-        tap: records intermediate values.
+        layer: the layer and what it works with.
 
     Returns:
         The carry after the layer.
 
     Source: spec/model.md section 4.
     """
+    context, weights, tap = layer.context, layer.weights, layer.tap
+    config, numerics = context.config, context.numerics
     x, site = attention_input(carry.streams, carry.pre_mix, weights, config, tap)
-    carry, update = _attention_site(carry, x, weights, kind, index, context, config, numerics, tap)
+    carry, update = _attention_site(carry, x, layer)
     is_image = context.rows.is_image
     streams, pre_mix = finish_layer(carry.streams, update, site, weights, is_image, config, numerics, tap)
     return carry.replace(streams=streams, pre_mix=pre_mix)
@@ -133,15 +144,10 @@ def run_layer(
 def _attention_site(
     carry: Carry,
     x: Array,
-    weights: LayerWeights,
-    kind: LayerKind,
-    index: LayerIndex,
-    context: StepContext,
-    config: ModelConfig,
-    numerics: Numerics,
-    tap: Tap,
+    layer: LayerCall,
 ) -> tuple[Carry, Array]:
-    attn, rows = weights.attn, context.rows
+    attn, kind, index, context, tap = layer.weights.attn, layer.kind, layer.place, layer.context, layer.tap
+    rows, config, numerics = context.rows, context.config, context.numerics
     table = context.plain if kind.role == "window" else context.scaled
     queries = attention.make_queries(x, table, attn, config, numerics)
     window_row = attention.window_key_value(x, table, attn, config, numerics)
@@ -149,9 +155,9 @@ def _attention_site(
     tap("attn.q", queries.q)
     tap("attn.window_kv", window_row)
     if kind.is_kv_source:
-        carry = _write_entries(carry, x, weights, kind, index, context, config, numerics, tap)
+        carry = _write_entries(carry, x, layer)
     if kind.is_index_source:
-        carry = _select_entries(carry, x, queries.qr, weights, kind, index, context, config, numerics, tap)
+        carry = _select_entries(carry, x, queries.qr, layer)
     keys = read_ring(carry.cache.window[index.layer], window_row, rows, context.window)
     is_visible = context.is_in_window
     if kind.ratio:
@@ -169,16 +175,11 @@ def _attention_site(
 def _write_entries(
     carry: Carry,
     x: Array,
-    weights: LayerWeights,
-    kind: LayerKind,
-    index: LayerIndex,
-    context: StepContext,
-    config: ModelConfig,
-    numerics: Numerics,
-    tap: Tap,
+    layer: LayerCall,
 ) -> Carry:
     """Compress the groups that end in this step and write them where they are read from."""
-    rows, cache, attn = context.rows, carry.cache, weights.attn
+    kind, index, context, tap = layer.kind, layer.place, layer.context, layer.tap
+    rows, cache, attn = context.rows, carry.cache, layer.weights.attn
     projection = compressor.project(x, attn.compressor)
     pooled = projection.kv
     if projection.score is not None:
@@ -192,7 +193,9 @@ def _write_entries(
         tap("compressor.score", projection.score)
         cache = _write_pending(cache, projection, index, rows)
     starts = context.group_starts[kind.ratio]
-    entry = compressor.make_entry(pooled, starts, attn.compressor, attn.indexer, config, numerics)
+    entry = compressor.make_entry(
+        pooled, starts, attn.compressor, attn.indexer, context.config, context.numerics
+    )
     tap("compressor.latent", entry.latent)
     tap("attn.compressed_kv", entry.kv)
     tap("indexer.k", entry.index_key)
@@ -222,22 +225,17 @@ def _select_entries(
     carry: Carry,
     x: Array,
     qr: Array,
-    weights: LayerWeights,
-    kind: LayerKind,
-    index: LayerIndex,
-    context: StepContext,
-    config: ModelConfig,
-    numerics: Numerics,
-    tap: Tap,
+    layer: LayerCall,
 ) -> Carry:
     """Score all entries of each row's slot and select the best visible ones."""
-    rows, weights_index = context.rows, weights.attn.indexer
-    queries = indexer.index_queries(qr, context.scaled, weights_index, config, numerics)
-    heads = indexer.head_weights(x, weights_index, config)
+    kind, context, tap, weights = layer.kind, layer.context, layer.tap, layer.weights.attn.indexer
+    rows, config = context.rows, context.config
+    queries = indexer.index_queries(qr, context.scaled, weights, config, context.numerics)
+    heads = indexer.head_weights(x, weights, config)
     per_block = rows.rows_per_block
     blocks = rows.slots.shape[0] // per_block
     block_slots = rows.slots.reshape(blocks, per_block)[:, 0]
-    keys = carry.cache.compressed[kind.ratio].index_keys[index.source][block_slots]
+    keys = carry.cache.compressed[kind.ratio].index_keys[layer.place.source][block_slots]
     scores = indexer.index_scores(
         queries.reshape(blocks, per_block, *queries.shape[1:]), heads.reshape(blocks, per_block, -1), keys
     ).reshape(rows.slots.shape[0], -1)

@@ -3,7 +3,7 @@
 Separate because training reads every position of many short sequences at once, where masked matrix
 products beat gathers and need no scatter in the backward pass. Everything but the key gathering is
 the model's own code; a test holds this forward to `model/backbone.py`.
-Read next: `losses.py`, `lm.py`.
+Read next: `dense_attention.py`, `losses.py`, `lm.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..model import attention, compressor, hyper, indexer
 from ..model.compressor import Projection
 from ..model.engram import engram, hash_rows
 from ..model.layer import attention_input, finish_layer
-from ..model.linear import contract
 from ..model.norm import rms_norm
-from ..model.numerics import Numerics, round_to
+from ..model.numerics import Numerics
 from ..model.rope import Rotation, rotation
 from ..model.schedule import LayerKind, layer_kind, layers_by_kind
 from ..model.weights import LayerWeights, Weights, take_layer
+from .dense_attention import attend_sequences, candidate_groups, index_divergence, is_among_best
 
 
 class Batch(struct.PyTreeNode):
@@ -210,13 +210,13 @@ def _attention(
     if kind.is_index_source:
         scores = _index_scores(x, queries.qr, carry.index_keys, weights, context.scaled, config, numerics)
         carry = _select(carry, scores, context.is_visible[kind.ratio], kind, config, mode)
-    o, shares = _attend(
+    o, shares = attend_sequences(
         queries.q, window_rows, carry.compressed if kind.ratio else None, carry.is_selected, attn.attn_sink,
         context.segments, config,
     )  # fmt: skip
     divergence = jnp.float32(0)
     if scores is not None:
-        divergence = _divergence(scores, shares, carry.is_selected)
+        divergence = index_divergence(scores, shares, carry.is_selected)
     o = attention.unrotate(o, table)
     return carry, attention.project_output(o, attn, config, numerics), divergence
 
@@ -270,97 +270,8 @@ def _select(
     masked = jnp.where(is_visible, lax.stop_gradient(scores), MASKED_SCORE)
     is_candidate = carry.is_candidate
     if kind.candidates == "source":
-        is_candidate = _candidates(masked, is_visible, config)
+        is_candidate = candidate_groups(masked, is_visible, config)
     elif kind.candidates == "restricted":
         masked = jnp.where(is_candidate, masked, MASKED_SCORE)
-    is_selected = _is_among_best(masked, config.index_topk) & (masked > MASKED_SCORE)
+    is_selected = is_among_best(masked, config.index_topk) & (masked > MASKED_SCORE)
     return carry.replace(is_selected=is_selected, is_candidate=is_candidate)
-
-
-def _candidates(masked: Array, is_visible: Array, config: ModelConfig) -> Array:
-    size = config.candidate_block_size
-    blocked = masked.reshape(*masked.shape[:-1], -1, size)
-    best = jnp.max(blocked, axis=-1)
-    has_visible = jnp.any(is_visible.reshape(blocked.shape), axis=-1)
-    blocks = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None, :]
-    newest = jnp.max(jnp.where(has_visible, blocks, -1), axis=-1, keepdims=True)
-    best = jnp.where(blocks == newest, jnp.inf, best)
-    is_kept = _is_among_best(best, config.candidate_topk_blocks) & has_visible
-    return jnp.repeat(is_kept, size, axis=-1)
-
-
-def _is_among_best(values: Array, count: int) -> Array:
-    if count >= values.shape[-1]:
-        return jnp.ones(values.shape, bool)
-    # By index and not by threshold: scores of exactly 0 tie often (all ReLUs are 0).
-    ids = lax.top_k(values, count)[1]
-    rows = jnp.arange(values.size // values.shape[-1], dtype=jnp.int32)[:, None]
-    is_best = jnp.zeros((rows.shape[0], values.shape[-1]), bool)
-    return is_best.at[rows, ids.reshape(rows.shape[0], count)].set(True).reshape(values.shape)
-
-
-def _attend(
-    q: Array,
-    window_rows: Array,
-    entries: Array | None,
-    is_selected: Array | None,
-    attn_sink: Array,
-    segments: Array,
-    config: ModelConfig,
-) -> tuple[Array, Array]:
-    """Attend to a block-local window and all compressed entries under a mask.
-
-    Returns:
-        [B, T, N, H] outputs, float32 [B, T, G] mean attention over heads on the entries.
-    """
-    batch, length, heads, _ = q.shape
-    window = config.sliding_window
-    scale = jnp.float32(config.head_dim**-0.5)
-    local_keys, is_local = _local_window(window_rows, segments, window)
-    blocked_q = q.reshape(batch, length // window, window, heads, -1)
-    local = contract("bcqnh,bckh->bcqnk", blocked_q, local_keys) * scale
-    local = jnp.where(is_local[:, :, :, None, :], local, MASKED_SCORE)
-    scores = local.reshape(batch, length, heads, 2 * window)
-    if entries is not None and is_selected is not None:
-        distant = contract("btnh,bgh->btng", q, entries) * scale
-        distant = jnp.where(is_selected[:, :, None, :], distant, MASKED_SCORE)
-        scores = jnp.concatenate([scores, distant], axis=-1)
-    sink = attn_sink.reshape(1, 1, heads, 1)
-    highest = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
-    weights = jnp.exp(scores - highest)
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest))
-    rounded = round_to(weights, q.dtype)
-    near = rounded[..., : 2 * window].reshape(local.shape)
-    o = contract("bcqnk,bckh->bcqnh", near, local_keys).reshape(q.shape)
-    if entries is not None:
-        o = o + contract("btng,bgh->btnh", rounded[..., 2 * window :], entries)
-    shares = jnp.mean(lax.stop_gradient(weights[..., 2 * window :]), axis=2)
-    return round_to(o, q.dtype), shares
-
-
-def _local_window(window_rows: Array, segments: Array, window: int) -> tuple[Array, Array]:
-    """Give each block of W queries the 2 W keys of its own and the previous block, and the mask."""
-    batch, length, width = window_rows.shape
-    blocks = length // window
-    keys = window_rows.reshape(batch, blocks, window, width)
-    previous = jnp.pad(keys, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
-    marks = segments.reshape(batch, blocks, window)
-    previous_marks = jnp.pad(marks, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    both_marks = jnp.concatenate([previous_marks, marks], axis=2)
-    distance = jnp.arange(window)[:, None] + window - jnp.arange(2 * window)[None, :]
-    is_near = (distance >= 0) & (distance < window)
-    is_same = (marks[:, :, :, None] == both_marks[:, :, None, :]) & (marks[:, :, :, None] > 0)
-    return jnp.concatenate([previous, keys], axis=2), is_near[None, None] & is_same
-
-
-def _divergence(scores: Array, shares: Array, is_selected: Array | None) -> Array:
-    """KL of the attention's share of each entry against the index scores' softmax, mean over queries."""
-    assert is_selected is not None
-    total = jnp.sum(shares, axis=-1, keepdims=True)
-    target = shares / jnp.maximum(total, 1e-9)
-    logits = jnp.where(is_selected, scores, -1e9)
-    log_predicted = jax.nn.log_softmax(logits, axis=-1)
-    terms = jnp.where(target > 0, target * (jnp.log(jnp.maximum(target, 1e-20)) - log_predicted), 0.0)
-    has_any = jnp.any(is_selected, axis=-1)
-    per_query = jnp.where(has_any, jnp.sum(terms, axis=-1), 0.0)
-    return jnp.sum(per_query) / jnp.maximum(jnp.sum(has_any.astype(jnp.float32)), 1.0)

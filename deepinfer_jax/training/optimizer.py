@@ -154,18 +154,21 @@ def compute_weights(weights: Weights, config: ModelConfig, dtype: Any, is_quanti
 @straight_through
 def _round_fp8_block(weight: Array) -> Array:
     *stack, rows, columns = weight.shape
-    blocks = weight.reshape(*stack, rows // 32, 32, columns // 32, 32)
-    amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
-    scale, inverse = power_of_two_scale(jnp.maximum(amax, 1e-30) * np.float32(1 / 448))
-    return (round_e4m3(jnp.clip(blocks * inverse, -448.0, 448.0)) * scale).reshape(weight.shape)
+    return _round_fp8(weight.reshape(*stack, rows // 32, 32, columns // 32, 32), (-3, -1)).reshape(
+        weight.shape
+    )
 
 
 @straight_through
 def _round_fp8_row(weight: Array) -> Array:
     groups = weight.reshape(*weight.shape[:-1], weight.shape[-1] // 32, 32)
-    amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    return _round_fp8(groups, (-1,)).reshape(weight.shape)
+
+
+def _round_fp8(groups: Array, axes: tuple[int, ...]) -> Array:
+    amax = jnp.max(jnp.abs(groups), axis=axes, keepdims=True)
     scale, inverse = power_of_two_scale(jnp.maximum(amax, 1e-30) * np.float32(1 / 448))
-    return (round_e4m3(jnp.clip(groups * inverse, -448.0, 448.0)) * scale).reshape(weight.shape)
+    return round_e4m3(jnp.clip(groups * inverse, -448.0, 448.0)) * scale
 
 
 @straight_through
