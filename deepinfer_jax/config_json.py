@@ -123,13 +123,16 @@ def _build(values: dict[str, Any], is_quantized: bool, has_vision: bool) -> Mode
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ConfigError(
-            f"config has unknown keys {unknown}: they may change the model's arithmetic, so nothing is "
-            "guessed; remove them if they do not, or use a release of this package that knows them"
+            f"config: got unknown keys {unknown}, expected only known ones, as others may change the model's "
+            "arithmetic; remove them if they do not, or use a release of this package that knows them"
         )
     required = {k for k in fields if k not in ("bos_token_id", "eos_token_id", "is_quantized", "has_vision")}
     missing = sorted(required - set(values))
     if missing:
-        raise ConfigError(f"config lacks {missing}: expected the keys of a DeepSeek-V4.1-Flash config.json")
+        raise ConfigError(
+            f"config: got none of {missing}, expected every key of a DeepSeek-V4.1-Flash config.json; add "
+            "them or download the file again"
+        )
     frozen = {key: _freeze(value) for key, value in values.items()}
     try:
         return ModelConfig(**frozen, is_quantized=is_quantized, has_vision=has_vision)
@@ -187,13 +190,23 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise ConfigError(f"model folder {str(folder)!r} does not exist; pass a folder with config.json")
+        raise ConfigError(
+            f"model folder: got {str(folder)!r}, which does not exist, expected a checkpoint folder; pass "
+            "one that holds config.json"
+        )
     if not path.is_file():
-        raise ConfigError(f"{str(path)!r} does not exist; a checkpoint folder needs its config.json")
+        raise ConfigError(
+            f"model folder: got {str(folder)!r}, where config.json does not exist, expected a checkpoint "
+            "folder; copy the file there"
+        )
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} is not JSON: {error}; download the file again") from error
+        raise ConfigError(
+            f"{str(path)!r} is not JSON: got {error}, expected a JSON object; download the file again"
+        ) from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{str(path)!r} holds {type(document).__name__}, expected a JSON object")
+        raise ConfigError(
+            f"{str(path)!r}: got a {type(document).__name__}, expected a JSON object; download the file again"
+        )
     return parse_config(document)

@@ -81,7 +81,7 @@ class Checkpoint:
             files = [SafetensorsFile(folder / SINGLE_FILE)]
         else:
             raise CheckpointError(
-                f"{str(folder)!r} has neither {INDEX_FILE} nor {SINGLE_FILE}, expected one of them; "
+                f"{str(folder)!r}: got neither {INDEX_FILE} nor {SINGLE_FILE}, expected one of them; "
                 "pass the folder of a downloaded checkpoint"
             )
         tensors: dict[str, tuple[SafetensorsFile, str]] = {}

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import NoReturn
 
 EXIT_REFUSED = 2
 """Exit code for input that is refused."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses words in one line, as everything else is refused."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_REFUSED, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     from . import generate, params
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deepinfer_jax",
         description="Offline inference for DeepSeek-V4.1-Flash in JAX.",
         epilog='example: deepinfer_jax generate "Once upon a time"',

@@ -100,5 +100,5 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise RequestError(
-            f"--token-ids: got {text!r}, expected integers separated by commas, such as 0,17,4"
+            f"--token-ids: got {text!r}, expected integers separated by commas; write them as in 0,17,4"
         ) from None

@@ -71,6 +71,11 @@ class Model:
             RequestError: text for a model without a tokenizer, or empty text.
         """
         if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence):
+                raise RequestError(
+                    f"prompts: got {prompt!r} as one of them, expected a text or a list of token ids; put the "
+                    "ids of one prompt into a list of their own"
+                )
             return list(prompt)
         if self.tokenizer is None:
             raise RequestError(
@@ -96,7 +101,7 @@ def load(folder: str | Path | None = None, numerics: str = "official") -> Model:
         ValueError: a refused configuration, checkpoint or numerics, before any compute.
     """
     if numerics not in NUMERICS:
-        raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}")
+        raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}; choose one")
     use_compilation_cache()
     path = NANO_FOLDER if folder is None else Path(folder)
     config = read_config(path)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,14 +29,15 @@ from ..config_json import parse_config
 from ..model.numerics import OFFICIAL, Numerics
 from ..model.weights import Weights
 from ..text.tokenizer import Tokenizer
-from .data import KINDS, HeldOut, evaluation_batches, held_out, training_rows
+from .data import KINDS, HeldOut, held_out, training_rows
+from .evaluate import device_rows, evaluate, take_batch
 from .export import export_checkpoint, write_evaluation
-from .forward import Batch, TrainingMode, forward
-from .losses import LossParts, token_losses, training_loss
+from .forward import Batch, TrainingMode
+from .losses import LossParts, training_loss
 from .mixture import Mixture, batch_indices
 from .nano_config import NANO_FOLDER, nano_config_document
 from .optimizer import balance_biases, compute_weights, initial_weights, make_optimizer
-from .packing import PackedRows, concatenate_rows
+from .packing import concatenate_rows
 from .plots import plot_losses
 from .state_files import MANIFEST, config_hash, load_state, save_state
 
@@ -105,6 +106,7 @@ class TrainState:
         self.moments: Any = self.optimizer.init(cast(Any, self.weights))
         self.step = 0
         self.history: dict[str, list[list[float]]] = {"train": [], **{kind: [] for kind in KINDS}}
+        self.phases: dict[str, int] = {}
 
     def save(self, folder: Path, document: dict[str, Any]) -> None:
         """Write the state files."""
@@ -112,12 +114,12 @@ class TrainState:
         for name, value, kind in _state_entries(self.weights, self.moments):
             arrays[name], kinds[name] = np.asarray(value), kind
         meta = {"step": self.step, "seed": self.run.seed, "config_hash": config_hash(document)}
-        save_state(folder, arrays, kinds, {**meta, "loss_history": self.history})
+        save_state(folder, arrays, kinds, {**meta, "loss_history": self.history, "phases": self.phases})
 
     def restore(self, folder: Path, document: dict[str, Any]) -> None:
         """Read the state files over the initial state."""
         arrays, meta = load_state(folder, config_hash(document))
-        self.step, self.history = meta["step"], meta["loss_history"]
+        self.step, self.history, self.phases = meta["step"], meta["loss_history"], meta["phases"]
         trees = (self.weights, self.moments)
         names = iter(name for name, _, _ in _state_entries(*trees))
         leaves, structure = jax.tree.flatten(trees)
@@ -156,7 +158,7 @@ def make_step(run: Run, phase: Phase, optimizer: optax.GradientTransformation) -
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights, moments, token_map, data, indices, bias_step):
-        batch = _take_batch(data, indices)
+        batch = take_batch(data, indices)
         gradients, parts = jax.grad(loss, has_aux=True)(weights, token_map, batch)
         updates, moments = optimizer.update(gradients, moments, weights)
         weights = cast(Weights, optax.apply_updates(weights, updates))
@@ -164,53 +166,6 @@ def make_step(run: Run, phase: Phase, optimizer: optax.GradientTransformation) -
         return weights, moments, parts
 
     return step
-
-
-def _take_batch(data: tuple[Array, Array, Array], indices: Array) -> Batch:
-    tokens, segments, codes = (part[indices] for part in data)
-    weights = codes.astype(jnp.float32) / 10
-    return Batch(tokens.astype(jnp.int32), segments.astype(jnp.int32), weights)
-
-
-def _device_rows(rows: PackedRows) -> tuple[Array, Array, Array]:
-    return jnp.asarray(rows.tokens), jnp.asarray(rows.segments), jnp.asarray(rows.loss_codes)
-
-
-def evaluate(
-    weights: Weights, config: ModelConfig, mode: TrainingMode, texts: dict[str, HeldOut], batch_rows: int
-) -> dict[str, float]:
-    """Measure held-out nats per token by kind of text.
-
-    Args:
-        weights: the weights in the compute dtype, with a token map.
-        config: the architecture.
-        mode: static choices.
-        texts: held-out rows by kind.
-        batch_rows: rows at a time.
-
-    Returns:
-        Mean nats over all predicted tokens, each weighing the same, by kind.
-    """
-    total = _total_nats(config, mode)
-    results = {}
-    for kind, text in texts.items():
-        sums = []
-        for rows in evaluation_batches(text.rows, batch_rows):
-            indices = jnp.arange(len(rows), dtype=jnp.int32)
-            sums.append(total(weights, _take_batch(_device_rows(rows), indices)))
-        results[kind] = float(sum(np.asarray(sums, np.float64)) / text.num_tokens)
-    return results
-
-
-@cache
-def _total_nats(config: ModelConfig, mode: TrainingMode) -> Callable[[Weights, Batch], Array]:
-    @jax.jit
-    def total(weights: Weights, batch: Batch) -> Array:
-        hidden = forward(weights, batch, config, mode).hidden
-        nats, _ = token_losses(hidden, batch, weights)
-        return jnp.sum(jnp.where(batch.loss_weights > 0, nats, 0.0))
-
-    return total
 
 
 def train(
@@ -245,13 +200,15 @@ def train(
     parts = training_rows(corpus, tokenizer)
     texts = held_out(corpus, tokenizer)
     mixture = Mixture(tuple(len(parts[kind]) for kind in KINDS), run.batch_rows, run.num_steps, SHARES)
-    data = _device_rows(concatenate_rows([parts[kind] for kind in KINDS]))
+    data = device_rows(concatenate_rows([parts[kind] for kind in KINDS]))
     log(f"data ready after {time.monotonic() - started:.0f} s: {mixture.num_rows} rows")
     steps = _CompiledSteps(state, data, until)
     reported = time.monotonic()
     losses: list[tuple[int, LossParts]] = []
     while state.step < until:
-        compiled = steps.get(run.phase(state.step))
+        phase = run.phase(state.step)
+        state.phases.setdefault(phase.name, state.step)
+        compiled = steps.get(phase)
         indices = jnp.asarray(batch_indices(mixture, run.seed, state.step))
         bias_step = jnp.float32(BIAS_STEP if state.step < 0.9 * run.num_steps else 0.0)
         state.weights, state.moments, loss_parts = compiled(
@@ -267,9 +224,8 @@ def train(
             log(f"time limit reached at step {state.step}")
             break
     state.save(state_folder, document)
-    phases = {phase.name: round(phase.start * run.num_steps) for phase in PHASES}
     series = {kind: state.history[kind] for kind in KINDS if state.history[kind]}
-    plot_losses(state_folder / "losses.png", {"train": state.history["train"]}, series, phases)
+    plot_losses(state_folder / "losses.png", {"all text": state.history["train"]}, series, state.phases)
     return state
 
 

@@ -1,0 +1,135 @@
+"""Measure generation with the embedded model: decode tokens/s, and time to the first token of a process.
+
+Prints a small table and appends one JSON line for each number to `benchmarks/results/<device>.jsonl`.
+Everything is measured after a warm-up with the same shapes, so that no compilation is counted; the
+second process finds its programs in the compilation cache, as a user's second command does.
+
+    python benchmarks/generate.py [--batch 1 --batch 32] [--max-tokens 96] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+PROMPT = "Once upon a time"
+
+FIRST_TOKEN = f"""
+import time
+started = time.monotonic()
+from deepinfer_jax import SamplingParams, generate
+generate({PROMPT!r}, SamplingParams(max_tokens=1, temperature=0.0))
+print(time.monotonic() - started)
+"""
+"""What the second process runs: its clock starts before the package is imported."""
+
+
+def measure_decode(batch: int, max_tokens: int, repeats: int) -> dict[str, Any]:
+    """Measure decode steps after a warm-up.
+
+    Args:
+        batch: prompts that run together.
+        max_tokens: tokens of each; all but the first are decoded.
+        repeats: measured calls, of which the median counts.
+
+    Returns:
+        The fields of a result.
+    """
+    from deepinfer_jax import SamplingParams, generate, load
+    from deepinfer_jax.engine.generate import Timing
+
+    model = load()
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.95, seed=seed, ignore_eos=True)
+        for seed in range(batch)
+    ]
+    rates = []
+    for repeat in range(repeats + 1):
+        timing = Timing()
+        generate([PROMPT] * batch, params, model, timing=timing)
+        if repeat:
+            rates.append(timing.num_decoded / timing.decoding)
+    return {
+        "name": f"decode, batch {batch}",
+        "value": round(statistics.median(rates), 1),
+        "unit": "tokens/s",
+        "repeats": repeats,
+        "max_tokens": max_tokens,
+    }
+
+
+def measure_first_token(repeats: int) -> dict[str, Any]:
+    """Measure a fresh process from the import of the package to its first token.
+
+    Args:
+        repeats: measured processes after one that fills the compilation cache; the median counts.
+
+    Returns:
+        The fields of a result.
+    """
+    seconds = []
+    for repeat in range(repeats + 1):
+        command = [sys.executable, "-c", FIRST_TOKEN]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        if repeat:
+            seconds.append(float(done.stdout.split()[-1]))
+    return {
+        "name": "import to first token, second process",
+        "value": round(statistics.median(seconds), 2),
+        "unit": "s",
+        "repeats": repeats,
+    }
+
+
+def describe_run(arguments: list[str]) -> dict[str, Any]:
+    """Say where, when and by which command a number was measured."""
+    import jax
+
+    device = jax.devices()[0]
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device.device_kind if device.platform != "cpu" else "cpu",
+        "jax": jax.__version__,
+        "commit": commit or "unknown",
+        "command": shlex.join(["python", "benchmarks/generate.py", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, append to the results of this device, print a table."""
+    parser = argparse.ArgumentParser(description="Measure generation with the embedded model.")
+    parser.add_argument("--batch", type=int, action="append", help="may be given more than once (1 and 32)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each prompt (default: 96)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs after a warm-up (default: 3)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    results = [
+        measure_decode(batch, options.max_tokens, options.repeats) for batch in options.batch or (1, 32)
+    ]
+    results.append(measure_first_token(options.repeats))
+    about = describe_run(arguments)
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / f"{about['device'].lower().replace(' ', '_')}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**result, **about}) + "\n" for result in results)
+    print(f"{about['device']}, JAX {about['jax']}, commit {about['commit'][:9]}")
+    for result in results:
+        print(f"  {result['name']:<40}{result['value']:>10,} {result['unit']}")
+    print(f"appended to {path} after {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

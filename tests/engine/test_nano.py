@@ -1,0 +1,132 @@
+"""The embedded model as shipped: its files, its losses, and that it writes English.
+
+Separate because it tests a trained artefact, not code.
+Read next: `deepinfer_jax/assets/nano/MODEL_CARD.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from deepinfer_jax import Model, RequestError, SamplingParams, generate, load, read_config
+from deepinfer_jax.engine.llm import NANO_FOLDER
+from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
+from deepinfer_jax.testing.golden import ChunkRunner
+
+MAX_FILE_BYTES = 15 * 2**20
+CAPACITY, CHUNK = 512, 64
+START = "Once upon a time"
+
+STORY = """Once upon a time there was a poor woodcutter who lived with his wife and his two children at the \
+edge of a great forest. One winter the snow lay so deep that no one could go to the village, and there was \
+very little bread left in the house. In the night the little girl heard a voice at the window. She opened \
+it, and there sat a small grey bird, shivering with cold. "Let me in," said the bird, "and I will show you \
+where the gold is hidden." So the girl took the bird in her hands and warmed it by the fire. In the morning \
+they went together into the forest, and under an old oak tree they found a chest full of gold and silver."""
+"""Written for this test."""
+
+
+@pytest.fixture(scope="module")
+def nano() -> Model:
+    return load()
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def test_every_file_is_small_enough_for_git() -> None:
+    sizes = {path.name: path.stat().st_size for path in NANO_FOLDER.iterdir()}
+    assert any(name.endswith(".safetensors") for name in sizes)
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= set(sizes)
+    assert {name: size for name, size in sizes.items() if size >= MAX_FILE_BYTES} == {}
+
+
+def test_it_is_in_the_official_mixed_layout_without_draft_stages() -> None:
+    config = read_config(NANO_FOLDER)
+    assert config.is_quantized
+    document = json.loads((NANO_FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert document["text_config"]["num_nextn_predict_layers"] == config.draft.num_stages == 0
+
+
+def test_it_comes_with_a_model_card() -> None:
+    card = (NANO_FOLDER / "MODEL_CARD.md").read_text(encoding="utf-8")
+    for word in ("licen", "bits per byte", "limit"):
+        assert word in card.lower()
+
+
+def test_held_out_losses_are_within_the_bound() -> None:
+    evaluation = json.loads((NANO_FOLDER / "evaluation.json").read_text(encoding="utf-8"))
+    assert 2.0 < evaluation["quantized"]["stories"]["nats"] <= 3.6
+
+
+def test_greedy_text_is_english_and_repeats(nano: Model) -> None:
+    first = generate(START, greedy(60), nano)
+    assert first == generate(START, greedy(60), nano)
+    assert len(first.token_ids) == 60 or first.finish_reason == "stop"
+    assert first.text.replace("\n", " ").isprintable()
+    words = re.findall(r"\S+", first.text)
+    assert len(words) >= 15
+    alphabetic = [word for word in words if re.fullmatch(r"\W*[A-Za-z]+(['\u2019-][A-Za-z]+)*\W*", word)]
+    assert len(alphabetic) >= 0.9 * len(words), first.text
+    common = {"the", "and", "a", "to", "of", "was", "in", "he", "she", "it", "that", "had", "with"}
+    assert len(common & {word.lower().strip(".,;") for word in words}) >= 3, first.text
+
+
+def test_seeds_give_different_stories(nano: Model) -> None:
+    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=seed) for seed in (1, 2, 1, 3)]
+    texts = [generate(START, one, nano).text for one in params]
+    assert texts[0] == texts[2]
+    assert len(set(texts)) == 3
+
+
+@pytest.mark.parametrize("prompts", ["", ["hello", ""], ["", "hello"]])
+def test_bc17_empty_text_is_refused(nano: Model, prompts) -> None:
+    with pytest.raises(RequestError, match="prompt: got '', expected text; give a non-empty prompt"):
+        generate(prompts, greedy(4), nano)
+
+
+def test_the_default_model_is_this_one(nano: Model) -> None:
+    assert generate(START, greedy(8)) == generate(START, greedy(8), nano)
+
+
+def nats_a_token(model: Model, text: str) -> float:
+    """Mean loss of a text under the backbone, in chunks of one compiled shape."""
+    ids = np.array(model.encode(text))
+    runner = ChunkRunner(model.weights, model.config, model.numerics, slots=1, capacity=CAPACITY, chunk=CHUNK)
+    logits = runner.feed_all([ids], (CHUNK,))[0][:-1].astype(np.float64)
+    log_total = np.log(np.exp(logits).sum(axis=1))
+    return float((log_total - logits[np.arange(len(logits)), ids[1:]]).mean())
+
+
+@pytest.fixture(scope="module")
+def losses(nano: Model) -> dict[str, float]:
+    """Loss of the story by numerics, and of its words in another order."""
+    exact = load(numerics="float32")
+    assert (nano.numerics, exact.numerics) == (OFFICIAL, FLOAT32)
+    words = STORY.split()
+    shuffled = " ".join(words[i] for i in np.random.default_rng(0).permutation(len(words)))
+    return {
+        "official": nats_a_token(nano, STORY),
+        "float32": nats_a_token(exact, STORY),
+        "shuffled": nats_a_token(nano, shuffled),
+    }
+
+
+def test_plain_english_is_expected(losses: dict[str, float]) -> None:
+    assert losses["official"] < 5.0
+    assert losses["shuffled"] > losses["official"] + 1.0
+
+
+def test_both_numerics_agree_on_the_loss(losses: dict[str, float]) -> None:
+    assert abs(losses["official"] - losses["float32"]) < 0.1
+
+
+def test_weights_are_finite(nano: Model) -> None:
+    for leaf in jax.tree.leaves(nano.weights):
+        assert np.isfinite(np.asarray(leaf, np.float32)).all()
