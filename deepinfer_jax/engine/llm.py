@@ -73,7 +73,7 @@ class Model:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence):
                 raise RequestError(
-                    f"prompts: got {prompt!r} as one of them, expected a text or a list of token ids; put the "
+                    f"prompts: got {prompt!r} as one of them, expected texts or lists of token ids; put the "
                     "ids of one prompt into a list of their own"
                 )
             return list(prompt)
