@@ -106,14 +106,11 @@ def nats_a_token(model: Model, text: str) -> float:
 
 @pytest.fixture(scope="module")
 def losses(nano: Model) -> dict[str, float]:
-    """Loss of the story by numerics, and of its words in another order."""
-    exact = load(numerics="float32")
-    assert (nano.numerics, exact.numerics) == (OFFICIAL, FLOAT32)
+    """Loss of the story, and of its words in another order."""
     words = STORY.split()
     shuffled = " ".join(words[i] for i in np.random.default_rng(0).permutation(len(words)))
     return {
         "official": nats_a_token(nano, STORY),
-        "float32": nats_a_token(exact, STORY),
         "shuffled": nats_a_token(nano, shuffled),
     }
 
@@ -123,8 +120,11 @@ def test_plain_english_is_expected(losses: dict[str, float]) -> None:
     assert losses["shuffled"] > losses["official"] + 1.0
 
 
-def test_both_numerics_agree_on_the_loss(losses: dict[str, float]) -> None:
-    assert abs(losses["official"] - losses["float32"]) < 0.1
+@pytest.mark.slow
+def test_both_numerics_agree_on_the_loss(nano: Model, losses: dict[str, float]) -> None:
+    exact = load(numerics="float32")
+    assert (nano.numerics, exact.numerics) == (OFFICIAL, FLOAT32)
+    assert abs(losses["official"] - nats_a_token(exact, STORY)) < 0.1
 
 
 def test_weights_are_finite(nano: Model) -> None:

@@ -25,6 +25,8 @@ from deepinfer_jax.training.forward import TrainingMode
 from deepinfer_jax.training.nano_config import nano_config_document
 from deepinfer_jax.training.state_files import StateError
 
+pytestmark = pytest.mark.slow  # compiling the optimizer takes 40 s
+
 STEPS, STOP = 3, 2
 
 SMALL = {
