@@ -119,7 +119,7 @@ class TrainState:
     def restore(self, folder: Path, document: dict[str, Any]) -> None:
         """Read the state files over the initial state."""
         arrays, meta = load_state(folder, config_hash(document))
-        self.step, self.history, self.phases = meta["step"], meta["loss_history"], meta["phases"]
+        self.step, self.history, self.phases = meta["step"], meta["loss_history"], meta.get("phases", {})
         trees = (self.weights, self.moments)
         names = iter(name for name, _, _ in _state_entries(*trees))
         leaves, structure = jax.tree.flatten(trees)
@@ -141,9 +141,6 @@ def _state_entries(weights: Weights, moments: Any) -> list[tuple[str, Array, str
             kind = "second_moment"
         entries.append((name, value, kind))
     return entries
-
-
-type StepFunction = Callable[..., tuple[Weights, Any, LossParts]]
 
 
 def make_step(run: Run, phase: Phase, optimizer: optax.GradientTransformation) -> Any:
@@ -216,11 +213,12 @@ def train(
         )
         losses.append((state.step, loss_parts))
         state.step += 1
-        if state.step % 50 == 0 or state.step == until:
+        is_late = time.monotonic() - started > time_limit
+        if state.step % 50 == 0 or state.step == until or is_late:
             reported = _report(state, losses, reported, log)
         if state.step % 250 == 0 or state.step == until:
             _report_held_out(state, texts, log)
-        if time.monotonic() - started > time_limit:
+        if is_late:
             log(f"time limit reached at step {state.step}")
             break
     state.save(state_folder, document)
@@ -312,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded nano model.")
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the corpus files")
     parser.add_argument("--state", type=Path, required=True, help="folder of the resumable state")
-    parser.add_argument("--steps", type=int, default=1600, help="steps of the whole run")
+    parser.add_argument("--steps", type=int, default=1800, help="steps of the whole run")
     parser.add_argument("--until", type=int, default=None, help="step at which this command ends")
     parser.add_argument("--batch-rows", type=int, default=128, help="rows of 512 tokens per step")
     parser.add_argument("--seed", type=int, default=41)

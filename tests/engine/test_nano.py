@@ -115,6 +115,7 @@ def losses(nano: Model) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_plain_english_is_expected(losses: dict[str, float]) -> None:
     assert losses["official"] < 5.0
     assert losses["shuffled"] > losses["official"] + 1.0

@@ -176,6 +176,7 @@ def loss_and_gradients(weights: Weights):
     return gradient(weights.replace(token_map=None), make_batch())
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_sum_of_its_terms(weights, sparse, loss_and_gradients) -> None:
     (total, parts), _ = loss_and_gradients
     batch = make_batch()
@@ -194,6 +195,7 @@ def test_the_loss_is_the_sum_of_its_terms(weights, sparse, loss_and_gradients) -
     np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_weight_has_a_finite_gradient_and_all_but_the_biases_move(loss_and_gradients) -> None:
     _, gradients = loss_and_gradients
     for path, value in jax.tree_util.tree_flatten_with_path(gradients)[0]:
