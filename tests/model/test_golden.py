@@ -249,6 +249,7 @@ def test_quantized_model_dequantized_weights(quantized_weights, mode: str) -> No
     assert_close(logits, expected, "golden_dequantized_weights")
 
 
+@pytest.mark.slow
 def test_quantized_model_quantized_activations(quantized_weights, quantized_config) -> None:
     golden = read_golden(FOLDER, "full_tiny_fp8fp4")
     # In chunks of 7 no rounding flips; one step of 40 rows sums in another order and flips one of
@@ -268,11 +269,13 @@ def official(quantized_config):
     return golden, *one_shot(weights, OFFICIAL, golden["input_ids"], config=quantized_config)
 
 
+@pytest.mark.slow
 def test_official_logits_are_finite(official) -> None:
     _, logits, _ = official
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.slow
 def test_official_first_layer_smoke(official) -> None:
     golden, _, taps = official
     # At position 26 the README's second implementation, too, chooses other experts than the file.

@@ -109,6 +109,7 @@ def everything_visible() -> ModelConfig:
     return replace(CONFIG, index_topk=LENGTH, candidate_topk_blocks=LENGTH)
 
 
+@pytest.mark.slow
 def test_segments_do_not_see_each_other_and_dense_mode_sees_all(
     weights, runner, everything_visible: ModelConfig
 ) -> None:
