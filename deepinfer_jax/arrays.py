@@ -166,14 +166,6 @@ class ArraySpec:
         payload = "I8" if self.storage is Storage.MXFP4 else "F8_E4M3"
         return [("", packed, payload), (scale_name, scale_shape, "F8_E8M0")]
 
-    def num_stored_bytes(self, is_quantized: bool) -> int:
-        """Count the bytes of all stacked tensors on disk, scales included."""
-        sizes = {"F32": 4, "BF16": 2}
-        one = sum(
-            math.prod(shape) * sizes.get(dtype, 1) for _, shape, dtype in self.stored_shapes(is_quantized)
-        )
-        return one * math.prod(self._stack_sizes)
-
     def memory_dtype(self, compute_dtype: Any) -> Any:
         """Give the dtype in device memory for a compute dtype: what is stored as F32 stays float32."""
         return jnp.float32 if self.storage is Storage.F32 else compute_dtype

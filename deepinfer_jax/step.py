@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .model.backbone import backbone, head_logits
 from .model.cache import Cache, empty_cache
 from .model.numerics import Numerics
-from .model.rows import Rows
+from .model.rows import chunk_rows
 from .model.weights import Weights
 from .sampling.logits import sample_tokens
 from .sampling.randomness import SAMPLE_TOKEN, gumbel
@@ -105,16 +105,7 @@ def prefill_step(
         The state, int32 [B] sampled tokens (meaningful where `is_last`).
     """
     num_slots, chunk = token_ids.shape
-    offsets = jnp.arange(chunk, dtype=jnp.int32)[None, :]
-    positions = state.lengths[:, None] + offsets
-    rows = Rows(
-        token_ids=token_ids.reshape(-1),
-        slots=jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), chunk),
-        positions=positions.reshape(-1),
-        is_image=jnp.zeros(num_slots * chunk, bool),
-        is_valid=(offsets < num_tokens[:, None]).reshape(-1),
-        rows_per_block=chunk,
-    )
+    rows = chunk_rows(token_ids, state.lengths, num_tokens)
     hidden, _, cache = backbone(weights, config, rows, state.cache, numerics)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     last = jnp.maximum(num_tokens - 1, 0)
@@ -141,14 +132,7 @@ def decode_step(
     Returns:
         The state, int32 [B] sampled tokens (meaningful where active).
     """
-    num_slots = state.tokens.shape[0]
-    rows = Rows(
-        token_ids=state.tokens,
-        slots=jnp.arange(num_slots, dtype=jnp.int32),
-        positions=state.lengths,
-        is_image=jnp.zeros(num_slots, bool),
-        is_valid=is_active,
-    )
+    rows = chunk_rows(state.tokens[:, None], state.lengths, is_active.astype(jnp.int32))
     hidden, _, cache = backbone(weights, config, rows, state.cache, numerics)
     state = state.replace(cache=cache, lengths=state.lengths + is_active.astype(jnp.int32))
     tokens = jnp.where(is_active, _sample(weights, hidden, state), state.tokens)

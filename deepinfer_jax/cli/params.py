@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from ..arrays import spec_leaves
+    from ..checkpoint.names import expected_tensors
     from ..config_json import read_config
     from ..engine.llm import NANO_FOLDER
     from ..model.draft_weights import draft_weight_specs
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     trees = [("", weight_specs(config)), *([("mtp.", draft)] if draft is not None else [])]
     for prefix, tree in trees:
         for path, spec in spec_leaves(tree):
-            size = spec.num_stored_bytes(config.is_quantized)
+            size = sum(tensor.num_bytes for tensor in expected_tensors(spec, config.is_quantized))
             totals[0] += spec.num_parameters
             totals[1] += size
             shape = " x ".join(str(length) for length in spec.stacked_shape)

@@ -107,14 +107,14 @@ def _initial_carry(
 ) -> Carry:
     num_rows = rows.token_ids.shape[0]
     embedded = weights.embed[rows.token_ids].astype(numerics.compute_dtype)
-    shape = (num_rows, config.hc_mult, config.hidden_size)
+    streams, pre_mix = hyper.initial_streams(embedded, config.hc_mult)
     ratio = config.compress_ratios[config.candidate_source_layer_id]
     groups = cache.compressed[ratio].kv.shape[2]
     blocks = -(-groups // config.candidate_block_size)
     rows_shape = (config.num_hidden_layers, num_rows, config.head_dim)
     return Carry(
-        streams=jnp.broadcast_to(embedded[:, None, :], shape),
-        pre_mix=jnp.zeros((num_rows, config.hc_mult), jnp.float32).at[:, 0].set(1.0),
+        streams=streams,
+        pre_mix=pre_mix,
         cache=cache,
         window_rows=jnp.zeros(rows_shape, numerics.compute_dtype),
         selection=jnp.full((num_rows, config.index_topk), NOTHING, jnp.int32),

@@ -138,4 +138,4 @@ def write_ring(ring: Array, step_rows: Array, rows: Rows) -> Array:
     """Write each slot's latest rows into a ring [B, entries, ...]."""
     slots, entries = ring.shape[:2]
     slot, entry = ring_entries(rows, slots, entries)
-    return ring.at[slot, entry].set(step_rows.astype(ring.dtype), mode="drop", unique_indices=False)
+    return ring.at[slot, entry].set(step_rows.astype(ring.dtype), mode="drop")

@@ -101,11 +101,31 @@ def make_entry(
     """
     latent = rms_norm(round_to(pooled, numerics.compute_dtype), compressor.norm, config.rms_norm_eps)
     kv = rotate(latent, group_rotation)
+    if numerics.quantizes_cache:
+        kv = quantize_dequantize_fp4_scaled(kv)
+    return Entry(latent, kv, index_key(latent, group_rotation, indexer, config, numerics))
+
+
+def index_key(
+    latent: Array, group_rotation: Rotation, indexer: IndexerWeights, config: ModelConfig, numerics: Numerics
+) -> Array:
+    """Make index keys from latents: Q4i(R(RMSNorm(wk latent))).
+
+    Args:
+        latent: [..., H].
+        group_rotation: rotation at the first token's position.
+        indexer: the source's indexer, which owns wk and k_norm.
+        config: the architecture.
+        numerics: the static choice of arithmetic.
+
+    Returns:
+        [..., index_head_dim].
+
+    Source: spec/model.md section 6.
+    """
     key = rms_norm(linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
     key = rotate(key, group_rotation)
-    if numerics.quantizes_cache:
-        kv, key = quantize_dequantize_fp4_scaled(kv), quantize_dequantize_fp4_block(key)
-    return Entry(latent, kv, key)
+    return quantize_dequantize_fp4_block(key) if numerics.quantizes_cache else key
 
 
 def num_visible_groups(positions: Array, ratio: int) -> Array:

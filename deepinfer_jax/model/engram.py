@@ -68,7 +68,7 @@ def engram_constants(config: ModelConfig) -> EngramConstants:
     )
     columns = (sizes - 1) * config.engram_n_heads
     count = len(config.engram_layer_ids) * columns
-    primes = _primes_above(config.engram_vocab_size - 1, count).reshape(-1, columns)
+    primes = primes_above(config.engram_vocab_size - 1, count).reshape(-1, columns)
     totals = tuple(int(total) for total in primes.sum(axis=1))
     if totals != config.engram_num_embeddings:
         raise ConfigError(
@@ -79,7 +79,8 @@ def engram_constants(config: ModelConfig) -> EngramConstants:
     return EngramConstants(multipliers, primes, offsets)
 
 
-def _primes_above(start: int, count: int) -> np.ndarray:
+def primes_above(start: int, count: int) -> np.ndarray:
+    """Give the first `count` primes greater than `start`: int64 [count]."""
     primes: list[int] = []
     candidate = start + 1
     while len(primes) < count:

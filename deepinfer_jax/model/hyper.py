@@ -29,6 +29,23 @@ class Mixes(NamedTuple):
     comb: Array
 
 
+def initial_streams(embedded: Array, count: int) -> tuple[Array, Array]:
+    """Start the residual streams: equal copies, of which the first site reads the first.
+
+    Args:
+        embedded: [R, D] token embeddings in the compute dtype.
+        count: streams M.
+
+    Returns:
+        [R, M, D] streams, float32 [R, M] one-hot mix.
+
+    Source: spec/model.md section 3.
+    """
+    num_rows, width = embedded.shape
+    streams = jnp.broadcast_to(embedded[:, None, :], (num_rows, count, width))
+    return streams, jnp.zeros((num_rows, count), jnp.float32).at[:, 0].set(1.0)
+
+
 def mixes(streams: Array, weights: HyperWeights, config: ModelConfig) -> Mixes:
     """Compute the three mixes of a site from the streams that enter it.
 

@@ -39,6 +39,29 @@ class Rows(struct.PyTreeNode):
     rows_per_block: int = struct.field(pytree_node=False, default=1)
 
 
+def chunk_rows(token_ids: Array, starts: Array, num_tokens: Array) -> Rows:
+    """Flatten one text chunk per slot, slots 0..B-1, into rows in blocks of a chunk.
+
+    Args:
+        token_ids: int32 [B, Q].
+        starts: int32 [B], position of each chunk's first token.
+        num_tokens: int32 [B], valid tokens of each chunk; the rest is padding.
+
+    Returns:
+        Rows of B * Q tokens.
+    """
+    num_slots, chunk = token_ids.shape
+    offsets = jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    return Rows(
+        token_ids=token_ids.reshape(-1),
+        slots=jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), chunk),
+        positions=(starts[:, None] + offsets).reshape(-1),
+        is_image=jnp.zeros(num_slots * chunk, bool),
+        is_valid=(offsets < num_tokens[:, None]).reshape(-1),
+        rows_per_block=chunk,
+    )
+
+
 class Lookback(NamedTuple):
     """Earlier rows of the same slot in the same step.
 

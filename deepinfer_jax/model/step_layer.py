@@ -172,11 +172,7 @@ def _attention_site(
     return carry.replace(window_rows=window_rows), attention.project_output(o, attn, config, numerics)
 
 
-def _write_entries(
-    carry: Carry,
-    x: Array,
-    layer: LayerCall,
-) -> Carry:
+def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
     """Compress the groups that end in this step and write them where they are read from."""
     kind, index, context, tap = layer.kind, layer.place, layer.context, layer.tap
     rows, cache, attn = context.rows, carry.cache, layer.weights.attn
@@ -221,12 +217,7 @@ def _write_pending(cache: Cache, projection: Projection, index: LayerIndex, rows
     )
 
 
-def _select_entries(
-    carry: Carry,
-    x: Array,
-    qr: Array,
-    layer: LayerCall,
-) -> Carry:
+def _select_entries(carry: Carry, x: Array, qr: Array, layer: LayerCall) -> Carry:
     """Score all entries of each row's slot and select the best visible ones."""
     kind, context, tap, weights = layer.kind, layer.context, layer.tap, layer.weights.attn.indexer
     rows, config = context.rows, context.config

@@ -24,7 +24,7 @@ from ..config_json import read_config
 from ..model.backbone import backbone
 from ..model.cache import empty_cache
 from ..model.numerics import NUMERICS, Numerics
-from ..model.rows import Rows
+from ..model.rows import chunk_rows
 from ..model.weights import Weights
 from ..text.tokenizer import Tokenizer
 from .data import HeldOut, evaluation_batches, held_out
@@ -112,14 +112,8 @@ def evaluate_inference(
     @jax.jit
     def losses(weights: Weights, batch: Batch) -> Array:
         slots, length = batch.tokens.shape
-        rows = Rows(
-            token_ids=batch.tokens.reshape(-1),
-            slots=jnp.repeat(jnp.arange(slots, dtype=jnp.int32), length),
-            positions=jnp.tile(jnp.arange(length, dtype=jnp.int32), slots),
-            is_image=jnp.zeros(slots * length, bool),
-            is_valid=(batch.segments == 1).reshape(-1),
-            rows_per_block=length,
-        )
+        num_tokens = jnp.sum((batch.segments == 1).astype(jnp.int32), axis=1)
+        rows = chunk_rows(batch.tokens, jnp.zeros(slots, jnp.int32), num_tokens)
         hidden, _, _ = backbone(weights, config, rows, empty_cache(config, slots, length, numerics), numerics)
         nats, _ = token_losses(hidden.reshape(slots, length, -1), batch, weights)
         is_counted = (batch.segments == 1) & (batch.loss_weights > 0)

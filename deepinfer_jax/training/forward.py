@@ -105,8 +105,7 @@ def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingM
     context = _context(batch, config)
     table_rows = _table_rows(weights, batch, config)
     embedded = weights.embed[batch.tokens.reshape(-1)].astype(mode.numerics.compute_dtype)
-    streams = jnp.broadcast_to(embedded[:, None, :], (embedded.shape[0], config.hc_mult, config.hidden_size))
-    pre_mix = jnp.zeros((embedded.shape[0], config.hc_mult), jnp.float32).at[:, 0].set(1.0)
+    streams, pre_mix = hyper.initial_streams(embedded, config.hc_mult)
     carry = SequenceCarry(streams, pre_mix, None, None, None, None)
     is_image = jnp.zeros((embedded.shape[0],), bool)
     divergences, scores, ids = [], [], []
@@ -233,10 +232,8 @@ def _compress(
         pooled = compressor.pool_pair(older, newer)
     entry = compressor.make_entry(pooled, starts, attn.compressor, attn.indexer, config, numerics)
     # Index keys learn from the divergence alone; their latent is not to be bent by it.
-    latent = lax.stop_gradient(pooled)
-    key = compressor.make_entry(
-        latent, starts, lax.stop_gradient(attn.compressor), attn.indexer, config, numerics
-    ).index_key
+    latent = lax.stop_gradient(entry.latent)
+    key = compressor.index_key(latent, starts, attn.indexer, config, numerics)
     return entry.kv, key
 
 

@@ -269,15 +269,20 @@ def _report(
 
 
 def _report_held_out(state: TrainState, texts: dict[str, HeldOut], log: Callable[[str], None]) -> None:
-    phase = state.run.phase(state.step - 1)
-    weights = compute_weights(
-        state.weights.replace(token_map=state.token_map),
-        *(state.run.config, phase.mode.numerics.compute_dtype, phase.is_quantized),
-    )
-    results = evaluate(weights, state.run.config, phase.mode, texts, min(state.run.batch_rows, 64))
+    results = _measure(state, state.run.phase(state.step - 1), texts)
     for kind, value in results.items():
         state.history[kind].append([state.step, value])
     log("held out: " + ", ".join(f"{kind} {value:.3f}" for kind, value in results.items()))
+
+
+def _measure(state: TrainState, phase: Phase, texts: dict[str, HeldOut]) -> dict[str, float]:
+    """Measure the state's held-out nats a token by kind, in the arithmetic of a phase."""
+    config = state.run.config
+    weights = compute_weights(
+        state.weights.replace(token_map=state.token_map),
+        *(config, phase.mode.numerics.compute_dtype, phase.is_quantized),
+    )
+    return evaluate(weights, config, phase.mode, texts, min(state.run.batch_rows, 64))
 
 
 def finish(state: TrainState, document: dict[str, Any], corpus: Path, folder: Path) -> None:
@@ -290,13 +295,11 @@ def finish(state: TrainState, document: dict[str, Any], corpus: Path, folder: Pa
         folder: where the checkpoint goes.
     """
     run = state.run
-    weights = state.weights.replace(token_map=state.token_map)
-    export_checkpoint(weights, run.config, document, folder)
+    export_checkpoint(state.weights.replace(token_map=state.token_map), run.config, document, folder)
     texts = held_out(corpus, Tokenizer.from_folder(NANO_FOLDER))
     results: dict[str, Any] = {"steps": run.num_steps, "batch_rows": run.batch_rows, "seed": run.seed}
     for phase in PHASES[1:]:
-        computed = compute_weights(weights, run.config, phase.mode.numerics.compute_dtype, phase.is_quantized)
-        nats = evaluate(computed, run.config, phase.mode, texts, min(run.batch_rows, 64))
+        nats = _measure(state, phase, texts)
         results[phase.name] = {
             kind: {"nats": value, "bits_per_byte": texts[kind].bits_per_byte(value * texts[kind].num_tokens)}
             for kind, value in nats.items()

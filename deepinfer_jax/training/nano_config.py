@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoint.token_map import engram_token_map
 from ..config_json import QUANTIZATION
+from ..model.engram import primes_above
 from ..text.tokenizer import IMAGE_TEXT, Tokenizer
 
 NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
@@ -151,10 +152,5 @@ def engram_table_sizes(num_layers: int, max_ngram_size: int, vocab_size: int, nu
     Source: spec/model.md section 10.
     """
     columns = (max_ngram_size - 1) * num_heads
-    primes: list[int] = []
-    candidate = max(vocab_size, 2)
-    while len(primes) < num_layers * columns:
-        if all(candidate % divisor for divisor in range(2, int(candidate**0.5) + 1)):
-            primes.append(candidate)
-        candidate += 1
-    return [sum(primes[layer * columns : (layer + 1) * columns]) for layer in range(num_layers)]
+    primes = primes_above(vocab_size - 1, num_layers * columns).reshape(num_layers, columns)
+    return [int(rows) for rows in primes.sum(axis=1)]

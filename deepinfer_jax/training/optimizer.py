@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from ..arrays import Array, Storage, is_spec, random_arrays
+from ..arrays import Array, Storage, is_spec, random_arrays, spec_leaves
 from ..config import ModelConfig
 from ..kernels.quantize import power_of_two_scale, round_e2m1, round_e4m3, straight_through
 from ..model.schedule import layers_by_kind
@@ -35,8 +35,7 @@ def initial_weights(config: ModelConfig, seed: int) -> Weights:
     """
     specs = weight_specs(config)
     weights = random_arrays(specs, jax.random.key(seed), jnp.float32)
-    paths, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
-    by_path = {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in paths}
+    by_path = dict(spec_leaves(specs))
 
     def adjust(path: Any, value: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
