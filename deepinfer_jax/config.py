@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+NOTHING = -1
+"""Marks an absent index in integer arrays: an unused selection slot, a missing page, a dead Engram id."""
+
 
 class ConfigError(ValueError):
     """A configuration that this package refuses, with the key, what it got and what it expects."""
@@ -128,6 +131,72 @@ class ModelConfig:
     def engram_row_size(self) -> int:
         """Channels that one token reads from an Engram table over all n-gram sizes and heads."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads * self.engram_head_dim
+
+
+PAGE_TOKENS = 128
+"""Tokens of a page of compressed KV and index keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes of a cache.
+
+    Args:
+        num_slots: sequences that it holds at once.
+        pages_per_slot: pages that one sequence can have.
+        num_pages: pages in all, shared by the slots.
+        window_slack: positions by which a sequence can be shortened again: rows that every ring keeps
+            beyond what the model reads.
+        page_tokens: tokens of a page, an even number.
+
+    Raises:
+        ConfigError: a size that is not a positive integer, or an odd page.
+
+    Source: spec/serving.md section 2.
+    """
+
+    num_slots: int
+    pages_per_slot: int
+    num_pages: int
+    window_slack: int = 0
+    page_tokens: int = PAGE_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "pages_per_slot", "num_pages", "page_tokens"):
+            value = getattr(self, name)
+            require_size(isinstance(value, int) and value > 0, name, value, "a positive integer")
+        require_size(self.window_slack >= 0, "window_slack", self.window_slack, "0 or more")
+        is_even = self.page_tokens % 2 == 0
+        require_size(is_even, "page_tokens", self.page_tokens, "an even number, as groups have 2 tokens")
+
+    @classmethod
+    def for_slots(
+        cls, num_slots: int, capacity: int, window_slack: int = 0, page_tokens: int = PAGE_TOKENS
+    ) -> CacheConfig:
+        """Size a cache in which every slot can hold `capacity` tokens at once.
+
+        Args:
+            num_slots: sequences.
+            capacity: tokens of each, rounded up to whole pages.
+            window_slack: positions by which a sequence can be shortened.
+            page_tokens: tokens of a page.
+
+        Returns:
+            The sizes.
+        """
+        pages = -(-capacity // page_tokens)
+        return cls(num_slots, pages, num_slots * pages, window_slack, page_tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one slot can hold."""
+        return self.pages_per_slot * self.page_tokens
+
+
+def require_size(condition: bool, key: str, got: object, expected: str) -> None:
+    """Refuse a cache size: `ConfigError` if the condition is false."""
+    if not condition:
+        raise ConfigError(f"cache {key}: got {got!r}, expected {expected}; change CacheConfig({key}=...)")
 
 
 def require(condition: bool, key: str, got: object, expected: str) -> None:
