@@ -18,16 +18,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from jax import lax
+
+from .config import NOTHING as NOTHING
 
 type Array = jax.Array
-
-NOTHING = -1
-"""Marks an absent index in integer arrays (an unused selection slot, a dead Engram id)."""
 
 MASKED_SCORE = -jnp.inf
 """Score of what must not be chosen or attended to."""
@@ -56,6 +58,48 @@ class Storage(Enum):
     def is_quantized(self) -> bool:
         """Whether a `.scale` tensor belongs to it."""
         return self not in (Storage.BF16, Storage.F32)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale, where there are scales; columns are always 32."""
+        return 32 if self is Storage.FP8_BLOCK else 1
+
+
+class QuantArray(struct.PyTreeNode):
+    """A quantised weight as it lies in device memory: the bytes of the checkpoint, alone or stacked.
+
+    Slicing its leading axes is `jax.tree.map`; `kernels.dequantize` gives its values.
+
+    Args:
+        payload: float8_e4m3fn [..., rows, columns]; for MXFP4 uint8 [..., rows, columns / 2], the
+            even column in the low nibble.
+        scales: uint8 E8M0 bytes [..., ceil(rows / 32) or rows, ceil(columns / 32)].
+        storage: FP8_BLOCK, FP8_ROW or MXFP4.
+        axes: logical axes of rows and columns.
+
+    Source: spec/checkpoint.md section 3.
+    """
+
+    payload: Array
+    scales: Array
+    storage: Storage = struct.field(pytree_node=False)
+    axes: tuple[str, ...] = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values, stacking axes in front."""
+        *rows, columns = self.payload.shape
+        return (*rows, 2 * columns if self.storage is Storage.MXFP4 else columns)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of `shape`."""
+        return len(self.payload.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of payload and scales."""
+        return sum(array.size * array.dtype.itemsize for array in (self.payload, self.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +200,10 @@ class ArraySpec:
             return [("", self.shape, "F32")]
         if self.storage is Storage.BF16 or not is_quantized:
             return [("", self.shape, "BF16")]
-        scale_name = ".scale"
-        blocks = -(-columns // 32)
-        if self.storage is Storage.FP8_BLOCK:
-            scale_shape = (-(-rows // 32), blocks)
-        else:
-            scale_shape = (rows, blocks)
+        scale_shape = (-(-rows // self.storage.block_rows), -(-columns // 32))
         packed = (rows, columns // 2) if self.storage is Storage.MXFP4 else self.shape
         payload = "I8" if self.storage is Storage.MXFP4 else "F8_E4M3"
-        return [("", packed, payload), (scale_name, scale_shape, "F8_E8M0")]
+        return [("", packed, payload), (".scale", scale_shape, "F8_E8M0")]
 
     def memory_dtype(self, compute_dtype: Any) -> Any:
         """Give the dtype in device memory for a compute dtype: what is stored as F32 stays float32."""
@@ -203,6 +242,82 @@ def random_arrays(specs: Any, key: Array, compute_dtype: Any) -> Any:
         return spec.initializer.draw(array_key, spec.stacked_shape, spec.memory_dtype(compute_dtype))
 
     return jax.tree.map(draw, specs, is_leaf=is_spec)
+
+
+def random_resident_arrays(specs: Any, key: Array, compute_dtype: Any) -> Any:
+    """Draw every declared array at random, the quantised ones as bytes, never wider.
+
+    Quantised weights get uniform codes under scales of two neighbouring powers of two, mixed so that
+    the standard deviation is the one that their initializer asks for.
+
+    Args:
+        specs: a pytree of `ArraySpec`.
+        key: base key, used as `random_arrays` does.
+        compute_dtype: dtype of the arrays that are neither quantised nor stored as F32.
+
+    Returns:
+        The same tree with arrays, and `QuantArray` where the released checkpoint is quantised. Of a
+        quantised stack, some six times `_BYTES_AT_ONCE` are held besides the result.
+    """
+
+    def draw(spec: ArraySpec) -> Array | QuantArray:
+        array_key = jax.random.fold_in(key, _name_hash(spec.name))
+        if spec.storage.is_quantized:
+            return _draw_quantized(spec, array_key)
+        return spec.initializer.draw(array_key, spec.stacked_shape, spec.memory_dtype(compute_dtype))
+
+    return jax.tree.map(draw, specs, is_leaf=is_spec)
+
+
+_BYTES_AT_ONCE = 2**24
+
+# Codes kept to a sign, exponents 8..11 and any mantissa: 2^1..2^4 times 1..1.875, never NaN.
+_E4M3_KEPT, _E4M3_FORCED = 0x9F, 0x40
+# Root mean squares: of those (the means of 4^e and of (1 + m / 8)^2), and of all 16 e2m1 codes.
+_E4M3_DEVIATION = math.sqrt(85.0 * 2.1484375)
+_E2M1_DEVIATION = math.sqrt(8.5625)
+
+
+def _draw_quantized(spec: ArraySpec, key: Array) -> QuantArray:
+    is_mxfp4 = spec.storage is Storage.MXFP4
+    deviation = spec.initializer.scale / math.sqrt(spec.shape[-1])
+    exponent = math.log2(deviation / (_E2M1_DEVIATION if is_mxfp4 else _E4M3_DEVIATION))
+    # Scale 2^(e + 1) for a share p and 2^e for the rest: the mean square is 4^e (1 + 3 p).
+    lower = math.floor(exponent)
+    threshold = round(256 * (4 ** (exponent - lower) - 1) / 3)
+    keys = jax.random.split(key)
+    payload_shape, scale_shape = (
+        spec.stacked_shape[: -len(spec.shape)] + shape for _, shape, _ in spec.stored_shapes(True)
+    )
+    if is_mxfp4:
+        payload = _random_bytes(keys[0], payload_shape)
+    else:
+        codes = _random_bytes(keys[0], payload_shape, _E4M3_KEPT, _E4M3_FORCED)
+        payload = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    draws = _random_bytes(keys[1], scale_shape).astype(jnp.int32)
+    scales = (127 + lower + (draws < threshold).astype(jnp.int32)).astype(jnp.uint8)
+    return QuantArray(payload, scales, spec.storage, spec.axes)
+
+
+@partial(jax.jit, static_argnames=("shape", "kept", "forced", "at_once"))
+def _random_bytes(
+    key: Array, shape: tuple[int, ...], kept: int = 0xFF, forced: int = 0, at_once: int = _BYTES_AT_ONCE
+) -> Array:
+    """Fill blocks of rows in a loop: drawn at once, the generator's counters take many times the result."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    count = min(rows, max(1, at_once // columns))
+    num_bytes = count * columns
+
+    def fill(index: Array, filled: Array) -> Array:
+        words = jax.random.bits(jax.random.fold_in(key, index), (-(-num_bytes // 4),), jnp.uint32)
+        block = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:num_bytes].reshape(count, columns)
+        block = (block & jnp.uint8(kept)) | jnp.uint8(forced)
+        # The last block moves back into place and overwrites some rows of the one before.
+        start = jnp.minimum(index * count, rows - count)
+        return lax.dynamic_update_slice(filled, block, (start, jnp.int32(0)))
+
+    filled = lax.fori_loop(0, -(-rows // count), fill, jnp.zeros((rows, columns), jnp.uint8))
+    return filled.reshape(shape)
 
 
 def _name_hash(name: str) -> int:

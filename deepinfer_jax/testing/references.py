@@ -6,6 +6,8 @@ Read next: `tolerances.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -128,3 +130,154 @@ def sinkhorn(logits: ArrayLike, iterations: int, eps: float) -> NDArray[np.float
         matrix = matrix / (matrix.sum(axis=1, keepdims=True) + eps)
         matrix = matrix / (matrix.sum(axis=0, keepdims=True) + eps)
     return matrix
+
+
+class StepRows(NamedTuple):
+    """Who the rows of a step are: [R] each."""
+
+    slots: NDArray
+    positions: NDArray
+    is_valid: NDArray
+
+
+def sparse_attention(
+    q: NDArray,
+    ring: NDArray,
+    window_rows: NDArray,
+    pages: NDArray | None,
+    page_table: NDArray,
+    selection: NDArray | None,
+    attn_sink: NDArray,
+    rows: StepRows,
+    window_starts: NDArray,
+    window: int,
+) -> NDArray[np.float64]:
+    """Look every key up by slot and position, or by slot and group, and attend to what was found.
+
+    Args:
+        q: [R, N, H].
+        ring: [B, ring, H], values of one layer's rings.
+        window_rows: [R, H], values of this step's rows.
+        pages: [P, entries, H], values of one source's pages, or None.
+        page_table: int [B, pages_per_slot].
+        selection: int [R, K], or None.
+        attn_sink: [N].
+        rows: who the rows are.
+        window_starts: int [R].
+        window: look-backs.
+
+    Returns:
+        [R, N, H].
+
+    Source: spec/model.md section 5.
+    """
+    in_step = {
+        (slot, position): row
+        for row, (slot, position, is_valid) in enumerate(zip(*rows, strict=True))
+        if is_valid
+    }
+    output = np.zeros(q.shape, np.float64)
+    for row, (slot, position, is_valid) in enumerate(zip(*rows, strict=True)):
+        if not is_valid:
+            continue
+        keys = []
+        for wanted in range(position, position - window, -1):
+            if wanted >= max(window_starts[row], 0):
+                own = in_step.get((slot, wanted))
+                keys.append(ring[slot, wanted % ring.shape[1]] if own is None else window_rows[own])
+        if pages is not None and selection is not None:
+            found = (_entry(pages, page_table[slot], group) for group in selection[row])
+            keys += [key for key in found if key is not None]
+        seen = np.array(keys).reshape(1, len(keys), q.shape[-1])
+        output[row] = attention(q[row : row + 1], seen, np.ones((1, len(keys)), bool), attn_sink)[0]
+    return output
+
+
+def _entry(pages: NDArray, table: NDArray, group: int) -> NDArray | None:
+    num_pages, entries = pages.shape[:2]
+    if not 0 <= group < len(table) * entries:
+        return None
+    page = table[group // entries]
+    return pages[page, group % entries] if 0 <= page < num_pages else None
+
+
+def index_scores(
+    queries: NDArray, heads: NDArray, pages: NDArray, table: NDArray, num_visible: int
+) -> NDArray[np.float64]:
+    """Score the groups of one slot for one query; -inf where nothing is visible.
+
+    Args:
+        queries: [I, channels].
+        heads: [I].
+        pages: [P, entries, channels], values of one source's pages.
+        table: int [pages_per_slot].
+        num_visible: complete groups.
+
+    Returns:
+        [G].
+
+    Source: spec/model.md section 7.
+    """
+    scores = np.full(len(table) * pages.shape[1], -np.inf)
+    for group in range(min(num_visible, len(scores))):
+        key = _entry(pages, table, group)
+        if key is not None:
+            products = queries.astype(np.float64) @ key.astype(np.float64)
+            scores[group] = heads.astype(np.float64) @ np.maximum(products, 0)
+    return scores
+
+
+def best(scores: ArrayLike, count: int) -> set[int]:
+    """Give the indices of the `count` highest finite scores, ties to the lower index."""
+    values = np.asarray(scores)
+    order = sorted(range(len(values)), key=lambda index: (-values[index], index))
+    return {index for index in order[:count] if values[index] > -np.inf}
+
+
+def candidate_blocks(scores: NDArray, num_visible: int, block_size: int, num_blocks: int) -> set[int]:
+    """Choose the candidate blocks of one query.
+
+    Args:
+        scores: [G], -inf where nothing is visible.
+        num_visible: complete groups.
+        block_size: groups of a block.
+        num_blocks: blocks kept.
+
+    Returns:
+        Their indices.
+
+    Source: spec/model.md section 8.
+    """
+    highest = np.array(
+        [max(scores[start : start + block_size]) for start in range(0, len(scores), block_size)]
+    )
+    if num_visible:
+        highest[(num_visible - 1) // block_size] = np.inf
+    return best(highest, num_blocks)
+
+
+def hyper_mixes(
+    streams: NDArray, fn: NDArray, base: NDArray, scale: NDArray, iterations: int, eps: float
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Compute a site's mixes of one token.
+
+    Args:
+        streams: [M, D].
+        fn: [M (M + 2), M D].
+        base: [M (M + 2)].
+        scale: [3].
+        iterations: of the Sinkhorn normalisation.
+        eps: the hyper-connection's.
+
+    Returns:
+        pre [M], post [M], comb [M from, M to].
+
+    Source: spec/model.md section 4.
+    """
+    count = len(streams)
+    flat = streams.astype(np.float64).reshape(-1)
+    z = fn.astype(np.float64) @ flat / np.sqrt((flat**2).mean() + 1e-20)
+    pre = 1 / (1 + np.exp(-(z[:count] * scale[0] + base[:count]))) + eps
+    post = 2 / (1 + np.exp(-(z[count : 2 * count] * scale[1] + base[count : 2 * count])))
+    logits = (z[2 * count :] * scale[2] + base[2 * count :]).reshape(count, count)
+    return pre, post, sinkhorn(logits, iterations, eps)

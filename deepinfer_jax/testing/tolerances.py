@@ -51,6 +51,15 @@ TOLERANCES: dict[str, Tolerance] = {
     "formula_float32": Tolerance(
         "max_abs", 1e-6, "a few float32 roundings (6e-8 each) of a value near 1, against float64"
     ),
+    "operation_float32": Tolerance(
+        "max_abs", 1e-5, "float32 sums of some tens of products near 1, against float64"
+    ),
+    "operation_bfloat16": Tolerance(
+        "relative_l2", 1e-2, "two or three roundings to bfloat16, of 2^-9 at most each, against float64"
+    ),
+    "operation_fp8_flips": Tolerance(
+        "relative_l2", 3e-2, "bfloat16 as above; a hidden value that flips to its e4m3 neighbour moves by 6 %"
+    ),
     "rotation_at_5000": Tolerance(
         "max_abs", 1e-3, "an angle of 5000 is a float32 product: half a unit in its last place is 2.4e-4"
     ),

@@ -3,7 +3,7 @@
 Separate because training, cache and matmuls share them bit for bit. All rounding is written as
 arithmetic on float32: XLA may drop a cast to an 8-bit type and back inside one fusion. Derivatives
 are the identity's (straight-through).
-Read next: `../model/linear.py` and `../model/compressor.py`, which call them.
+Read next: `codes.py`, the bytes of the same grids, and `../../row_format.py`, which packs rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import Array
+from ....arrays import Array
 
 FP8_GROUP = 32
 """Channels that share a scale in FP8 activations and window rows, and in FP4 index keys."""
@@ -61,11 +61,7 @@ def quantize_dequantize_fp8(x: Array) -> Array:
 
     Source: spec/model.md section 2.
     """
-    groups = _split(x, FP8_GROUP)
-    amax = jnp.maximum(_amax(groups), 1e-4)
-    scale, inverse = power_of_two_scale(amax * np.float32(1 / _E4M3_MAX))
-    scaled = jnp.clip(groups * inverse, -_E4M3_MAX, _E4M3_MAX)
-    return _join(round_e4m3(scaled) * scale, x)
+    return _join(fp8_parts(x), x)
 
 
 @straight_through
@@ -82,10 +78,7 @@ def quantize_dequantize_fp4_block(x: Array) -> Array:
 
     Source: spec/model.md section 2.
     """
-    groups = _split(x, FP8_GROUP)
-    amax = jnp.maximum(_amax(groups), np.float32(_E2M1_MAX * 2.0**-126))
-    scale, _ = power_of_two_scale(amax * np.float32(1 / _E2M1_MAX))
-    return _join(round_e2m1(groups, scale) * scale, x)
+    return _join(fp4_block_parts(x), x)
 
 
 @straight_through
@@ -102,10 +95,54 @@ def quantize_dequantize_fp4_scaled(x: Array) -> Array:
 
     Source: spec/model.md section 2.
     """
+    return _join(fp4_scaled_parts(x), x)
+
+
+def fp8_parts(x: Array) -> tuple[Array, Array]:
+    """Split Q8's result into e4m3 elements and their scales, before they are multiplied.
+
+    Args:
+        x: [..., channels], channels a multiple of 32.
+
+    Returns:
+        Elements float32 [..., groups, 32] on the e4m3 grid; scales float32 [..., groups, 1].
+    """
+    groups = _split(x, FP8_GROUP)
+    amax = jnp.maximum(_amax(groups), 1e-4)
+    scale, inverse = power_of_two_scale(amax * np.float32(1 / _E4M3_MAX))
+    scaled = jnp.clip(groups * inverse, -_E4M3_MAX, _E4M3_MAX)
+    return round_e4m3(scaled), scale
+
+
+def fp4_block_parts(x: Array) -> tuple[Array, Array]:
+    """Split Q4i's result into e2m1 elements and power-of-two scales, as `fp8_parts` does.
+
+    Args:
+        x: [..., channels], channels a multiple of 32.
+
+    Returns:
+        Elements float32 [..., groups, 32] on the e2m1 grid; scales float32 [..., groups, 1].
+    """
+    groups = _split(x, FP8_GROUP)
+    amax = jnp.maximum(_amax(groups), np.float32(_E2M1_MAX * 2.0**-126))
+    scale, _ = power_of_two_scale(amax * np.float32(1 / _E2M1_MAX))
+    return round_e2m1(groups, scale), scale
+
+
+def fp4_scaled_parts(x: Array) -> tuple[Array, Array]:
+    """Split Q4c's result into e2m1 elements and e4m3 scales, as `fp8_parts` does.
+
+    Args:
+        x: [..., channels], channels a multiple of 16.
+
+    Returns:
+        Elements float32 [..., groups, 16] on the e2m1 grid; scales float32 [..., groups, 1] on the
+        e4m3 grid.
+    """
     groups = _split(x, FP4_SCALED_GROUP)
     amax = jnp.maximum(_amax(groups), np.float32(_E2M1_MAX * 2.0**-9))
     scale = round_e4m3(jnp.minimum(amax * np.float32(1 / _E2M1_MAX), _E4M3_MAX))
-    return _join(round_e2m1(groups, scale) * scale, x)
+    return round_e2m1(groups, scale), scale
 
 
 def _split(x: Array, group: int) -> Array:
@@ -114,8 +151,9 @@ def _split(x: Array, group: int) -> Array:
     return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
-def _join(groups: Array, x: Array) -> Array:
-    return groups.reshape(x.shape).astype(x.dtype)
+def _join(parts: tuple[Array, Array], x: Array) -> Array:
+    elements, scale = parts
+    return (elements * scale).reshape(x.shape).astype(x.dtype)
 
 
 def _amax(groups: Array) -> Array:
@@ -162,4 +200,6 @@ def round_e2m1(x: Array, scale: Array) -> Array:
         bound = scale * np.float32(threshold)
         is_above = magnitude >= bound if is_tie_up else magnitude > bound
         level = level + jnp.where(is_above, np.float32(step), np.float32(0))
+    # Under the smallest scale, a threshold of half a step is flushed to zero, and zero reaches it.
+    level = jnp.where(magnitude > 0, level, np.float32(0))
     return jnp.copysign(level, x)

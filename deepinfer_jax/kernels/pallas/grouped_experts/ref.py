@@ -1,0 +1,100 @@
+"""The meaning of grouped experts in plain JAX: one expert after the other, on all rows.
+
+Separate because it is what every kernel is compared with, and what runs where none exists.
+Read next: `api.py`, `../quantize/dequantize.py` (how weights are decoded).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ....arithmetic import contract, round_to
+from ....arrays import Array, QuantArray
+from ..quantize import quantize_dequantize_fp8, weight_values
+
+type Weight = Array | QuantArray
+
+
+class Expert(NamedTuple):
+    """Weights of experts: w1 gate and w3 up [..., F, D], w2 down [..., D, F]."""
+
+    w1: Weight
+    w3: Weight
+    w2: Weight
+
+
+def grouped_experts(
+    x: Array,
+    expert_ids: Array,
+    routing_weights: Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    layer: Array,
+    *,
+    swiglu_limit: float,
+    quantizes_input: bool,
+) -> Array:
+    """Compute the chosen experts as `api.grouped_experts` says; same arguments, already checked.
+
+    An expert that no row chose is skipped. The others run on all rows and only what was chosen is
+    kept, by replacement: a product with zero would let NaN through.
+    """
+    num_layers, num_experts = w1.shape[:2]
+    stacks = Expert(w1, w3, w2)
+    inputs = quantize_dequantize_fp8(x) if quantizes_input else x
+
+    def add_expert(outputs: Array, item: tuple[Array, Expert | None]) -> tuple[Array, None]:
+        expert, weights = item
+        is_chosen = expert_ids == expert
+
+        def compute(outputs: Array) -> Array:
+            # Sliced in here: no layer is copied, and what is skipped is not read.
+            chosen = jax.tree.map(lambda stack: stack[layer, expert], stacks) if weights is None else weights
+            routing = jnp.sum(jnp.where(is_chosen, routing_weights, 0), axis=1, keepdims=True)
+            found = _expert(inputs, routing, chosen, swiglu_limit, quantizes_input)
+            return jnp.where(is_chosen[:, :, None], found[:, None, :], outputs)
+
+        return lax.cond(jnp.any(is_chosen), compute, lambda outputs: outputs, outputs), None
+
+    # A stack of one layer is scanned over, so that its gradient is stacked and not added up expert by
+    # expert in arrays of the whole stack's size.
+    scanned = jax.tree.map(lambda stack: stack[0], stacks) if num_layers == 1 else None
+    outputs = jnp.zeros((*expert_ids.shape, x.shape[1]), x.dtype)
+    return lax.scan(add_expert, outputs, (jnp.arange(num_experts, dtype=jnp.int32), scanned))[0]
+
+
+def _expert(inputs: Array, routing: Array, weights: Expert, limit: float, quantizes_input: bool) -> Array:
+    """Compute one expert on [R, D] inputs, weighed by float32 [R, 1]."""
+    dtype = inputs.dtype
+    gate = round_to(contract("rd,fd->rf", inputs, weight_values(weights.w1, dtype)), dtype)
+    up = round_to(contract("rd,fd->rf", inputs, weight_values(weights.w3, dtype)), dtype)
+    hidden = round_to(clamped_swiglu(gate, up, routing, limit), dtype)
+    hidden = quantize_dequantize_fp8(hidden) if quantizes_input else hidden
+    return round_to(contract("rf,df->rd", hidden, weight_values(weights.w2, dtype)), dtype)
+
+
+def clamped_swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
+    """Combine the two input projections: silu(min(g, limit)) clamp(u, +-limit), times a weight.
+
+    The routing weight multiplies here, before w2 and its input quantisation.
+
+    Args:
+        gate: [..., F].
+        up: [..., F].
+        weight: [..., 1] float32, or None for 1.
+        limit: the clamp.
+
+    Returns:
+        [..., F] float32, not rounded.
+
+    Source: spec/model.md section 9.
+    """
+    gate = jnp.minimum(gate.astype(jnp.float32), jnp.float32(limit))
+    up = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    activated = jax.nn.silu(gate) if weight is None else weight * jax.nn.silu(gate)
+    return activated * up
