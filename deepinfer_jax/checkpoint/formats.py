@@ -1,7 +1,7 @@
 """The quantised storage formats, to the bit, in NumPy.
 
 Separate because nothing here knows of files, names or devices: bytes in, float32 out, and back.
-Read next: `reader.py` and `writer.py`, which call `dequantize` and `quantize` per tensor.
+Read next: `reader.py` and `writer.py`, which call `check_quantized` and `quantize` per tensor.
 
     value[i, j] = payload[i, j] * 2^(scale[i // r, j // 32] - 127),   r = 32 (FP8 blocks) or 1 (rows)
 
@@ -26,7 +26,8 @@ _NAN_BYTE = 255
 _UNIT_BYTE = 127
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
-_BLOCK_ROWS = {Storage.FP8_BLOCK: GROUP, Storage.FP8_ROW: 1, Storage.MXFP4: 1}
+# The last scale byte whose product with the largest code is finite in float32.
+_SAFE_SCALE = {Storage.FP8_BLOCK: 246, Storage.FP8_ROW: 246, Storage.MXFP4: 252}
 
 # Built from bits: byte 0 is the subnormal 2^-127, which a shift into the exponent field would lose.
 _E8M0_BITS = np.arange(256, dtype=np.uint32) << 23
@@ -108,6 +109,28 @@ def scale_values(scales: np.ndarray) -> np.ndarray:
     return _E8M0_VALUES[scales]
 
 
+def check_quantized(storage: Storage, payload: np.ndarray, scales: np.ndarray, where: str) -> None:
+    """Refuse what `dequantize` refuses, from the bytes; values are computed only to describe a fault.
+
+    Args:
+        storage: FP8_BLOCK, FP8_ROW or MXFP4.
+        payload: float8_e4m3fn or uint8 [rows, columns]; for MXFP4 int8 or uint8 [rows, columns / 2].
+        scales: uint8 bytes [ceil(rows / 32) or rows, ceil(columns / 32)].
+        where: tensor and file, for errors.
+
+    Raises:
+        CheckpointError: shapes that do not fit, NaN in the payload, or a product beyond float32.
+
+    Source: spec/checkpoint.md section 3.
+    """
+    rows, width = payload.shape
+    _check_scales(scales, (rows, 2 * width if storage is Storage.MXFP4 else width), storage.block_rows, where)
+    has_nan = storage is not Storage.MXFP4 and bool(((payload.view(np.uint8) & 0x7F) == 0x7F).any())
+    # A larger scale may still be finite with the codes it has, which only the products tell.
+    if has_nan or scales.max(initial=0) > _SAFE_SCALE[storage]:
+        dequantize(storage, payload, scales, where)
+
+
 def dequantize(storage: Storage, payload: np.ndarray, scales: np.ndarray, where: str) -> np.ndarray:
     """Decode one quantised tensor.
 
@@ -131,7 +154,7 @@ def dequantize(storage: Storage, payload: np.ndarray, scales: np.ndarray, where:
     else:
         values = _E4M3_VALUES[codes]
     with np.errstate(over="ignore", invalid="ignore"):
-        values *= _spread(scale_values(scales), values.shape, _BLOCK_ROWS[storage], where)
+        values *= _spread(scale_values(scales), values.shape, storage.block_rows, where)
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{where}: {int(np.count_nonzero(~np.isfinite(values)))} of {values.size} values are NaN (E4M3 "
@@ -142,15 +165,19 @@ def dequantize(storage: Storage, payload: np.ndarray, scales: np.ndarray, where:
 
 
 def _spread(scales: np.ndarray, shape: tuple[int, ...], block_rows: int, where: str) -> np.ndarray:
+    _check_scales(scales, shape, block_rows, where)
     rows, columns = shape
-    expected = (-(-rows // block_rows), -(-columns // GROUP))
+    wide = np.repeat(scales, GROUP, axis=1)[:, :columns]
+    return wide if block_rows == 1 else np.repeat(wide, block_rows, axis=0)[:rows]
+
+
+def _check_scales(scales: np.ndarray, shape: tuple[int, ...], block_rows: int, where: str) -> None:
+    expected = (-(-shape[0] // block_rows), -(-shape[1] // GROUP))
     if scales.shape != expected:
         raise CheckpointError(
             f"{where}: scales have shape {scales.shape}, expected {expected} for values of shape {shape} "
             f"with one scale per {block_rows} x {GROUP}; check that this is the format's own scale tensor"
         )
-    wide = np.repeat(scales, GROUP, axis=1)[:, :columns]
-    return wide if block_rows == 1 else np.repeat(wide, block_rows, axis=0)[:rows]
 
 
 def quantize(storage: Storage, values: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +209,7 @@ def quantize(storage: Storage, values: np.ndarray, where: str) -> tuple[np.ndarr
         )
     if not np.isfinite(values).all():
         raise CheckpointError(f"{where}: holds NaN or infinity, which {storage.value} cannot store; fix it")
-    block_rows = _BLOCK_ROWS[storage]
+    block_rows = storage.block_rows
     maxima = _group_maxima(values, block_rows)
     scales = _smallest_scales(maxima, _E2M1_MAX if is_mxfp4 else _E4M3_MAX)
     # 2^-e has byte 254 - b, so the division is an exact multiplication.

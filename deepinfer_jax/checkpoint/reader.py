@@ -1,7 +1,8 @@
 """Opens a checkpoint folder, checks every header against the configuration, loads stacked arrays.
 
 Separate because the order matters: all headers are compared before any data is read.
-Read next: `names.py` (what is expected), `formats.py` (how bytes become values).
+Quantised tensors stay bytes: the device holds what the files hold.
+Read next: `names.py` (what is expected), `formats.py` (what the bytes mean).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import Array, ArraySpec, is_spec, spec_leaves
+from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, spec_leaves
 from ..config import ModelConfig
 from ..model.weights import Weights, weight_specs
 from .errors import CheckpointError, shorten
-from .formats import dequantize, scale_bytes
+from .formats import check_quantized, scale_bytes
 from .names import is_vision_tensor, scale_name, tensor_table
 from .safetensors_file import SafetensorsFile
 from .token_map import read_token_map
@@ -154,16 +155,16 @@ class Checkpoint:
     def load(
         self, specs: Any, is_quantized: bool, compute_dtype: Any, progress: Progress | None = None
     ) -> Any:
-        """Read and dequantise a tree of declarations; `check` must have passed.
+        """Read a tree of declarations; `check` must have passed.
 
         Args:
             specs: a pytree of `ArraySpec`.
             is_quantized: whether the checkpoint uses the released mixed storage.
-            compute_dtype: bfloat16 or float32, dtype of all arrays but those stored as F32.
+            compute_dtype: bfloat16 or float32, dtype of the arrays neither quantised nor stored as F32.
             progress: told after each tensor, or None.
 
         Returns:
-            The same tree with arrays, stacked as declared.
+            The same tree with arrays, stacked as declared; `QuantArray` for what is stored quantised.
 
         Raises:
             CheckpointError: a value that is not finite, or a scale that its format does not have.
@@ -175,29 +176,46 @@ class Checkpoint:
         total = sum(len(spec.tensors()) for _, spec in spec_leaves(specs))
         done = 0
 
-        def load_stack(spec: ArraySpec) -> Array:
+        def count() -> None:
             nonlocal done
-            stack = np.empty(spec.stacked_shape, spec.memory_dtype(compute_dtype))
-            for index, name in spec.tensors():
-                stack[index] = self._values(spec, name, is_quantized)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
-            return jnp.asarray(stack)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+        def load_stack(spec: ArraySpec) -> Array | QuantArray:
+            if spec.storage.is_quantized and is_quantized:
+                return self._load_quantized(spec, count)
+            return self._load_plain(spec, spec.memory_dtype(compute_dtype), count)
 
         return jax.tree.map(load_stack, specs, is_leaf=is_spec)
 
-    def _values(self, spec: ArraySpec, name: str, is_quantized: bool) -> np.ndarray:
-        stored, where = self._read(name)
-        if spec.storage.is_quantized and is_quantized:
-            scales = scale_bytes(*self._read(scale_name(name)))
-            return dequantize(spec.storage, stored, scales, where)
-        if not np.isfinite(stored).all():
-            raise CheckpointError(
-                f"{where}: holds NaN or infinity, expected finite values; "
-                "the file is damaged, download it again"
-            )
-        return stored
+    def _load_plain(self, spec: ArraySpec, dtype: Any, count: Callable[[], None]) -> Array:
+        stack = np.empty(spec.stacked_shape, dtype)
+        for index, name in spec.tensors():
+            stored, where = self._read(name)
+            if not np.isfinite(stored).all():
+                raise CheckpointError(
+                    f"{where}: holds NaN or infinity, expected finite values; "
+                    "the file is damaged, download it again"
+                )
+            stack[index] = stored
+            count()
+        return jnp.asarray(stack)
+
+    def _load_quantized(self, spec: ArraySpec, count: Callable[[], None]) -> QuantArray:
+        stack_sizes = spec.stacked_shape[: -len(spec.shape)]
+        payload_shape, scale_shape = (stack_sizes + shape for _, shape, _ in spec.stored_shapes(True))
+        is_mxfp4 = spec.storage is Storage.MXFP4
+        payload = np.empty(payload_shape, np.uint8 if is_mxfp4 else jnp.float8_e4m3fn)
+        scales = np.empty(scale_shape, np.uint8)
+        for index, name in spec.tensors():
+            stored, where = self._read(name)
+            bytes_of_scales = scale_bytes(*self._read(scale_name(name)))
+            check_quantized(spec.storage, stored, bytes_of_scales, where)
+            payload[index] = stored.view(payload.dtype)
+            scales[index] = bytes_of_scales
+            count()
+        return QuantArray(jnp.asarray(payload), jnp.asarray(scales), spec.storage, spec.axes)
 
     def _read(self, name: str) -> tuple[np.ndarray, str]:
         file, stored_name = self.tensors[name]
@@ -245,7 +263,7 @@ def load_checkpoint(
     Args:
         folder: the checkpoint folder.
         config: its architecture, from `read_config`.
-        compute_dtype: bfloat16 or float32, dtype of all arrays but those stored as F32.
+        compute_dtype: bfloat16 or float32, dtype of the arrays neither quantised nor stored as F32.
         progress: called with (tensors done, tensors in all), or None.
         ignore_extra: whether tensors that the configuration does not know are skipped and reported.
 
@@ -270,7 +288,7 @@ def load_weights(
     Args:
         folder: the checkpoint folder.
         config: its architecture, from `read_config`.
-        compute_dtype: bfloat16 or float32, dtype of all arrays but those stored as F32.
+        compute_dtype: bfloat16 or float32, dtype of the arrays neither quantised nor stored as F32.
         progress: called with (tensors done, tensors in all), or None.
 
     Returns:

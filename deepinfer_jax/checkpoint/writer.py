@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from ..arrays import ArraySpec, spec_leaves
+from ..arrays import ArraySpec, QuantArray, Storage, spec_leaves
 from ..config import ModelConfig
 from ..config_json import parse_config
 from ..model.draft_weights import DraftWeights, draft_weight_specs
 from ..model.weights import Weights, weight_specs
 from .errors import CheckpointError, shorten
-from .formats import quantize
+from .formats import check_quantized, dequantize, quantize, scale_bytes
 from .names import scale_name, tensor_table
 from .reader import INDEX_FILE
 from .token_map import TOKEN_MAP_FILE
@@ -39,8 +40,9 @@ def write_checkpoint(
 ) -> None:
     """Write weights, index and `config.json`, and the token map if the weights carry one.
 
-    Quantised storage is used if `config.is_quantized`, else BF16 and F32 under the same names. What
-    is on the grid of its storage reads back exactly; anything else is rounded to it.
+    Quantised storage is used if `config.is_quantized`, else BF16 and F32 under the same names. Bytes of
+    a `QuantArray` are written as they are; of plain arrays, what is on the grid of its storage reads
+    back exactly and anything else is rounded to it.
 
     Args:
         folder: created if needed; must hold no safetensors files yet.
@@ -103,7 +105,7 @@ def _check_arguments(
 
 
 def _pair_arrays(specs: Any, arrays: Any) -> list[tuple[ArraySpec, Any]]:
-    declared, leaves = spec_leaves(specs), jax.tree.leaves(arrays)
+    declared, leaves = spec_leaves(specs), jax.tree.leaves(arrays, is_leaf=_is_quantized)
     if len(declared) != len(leaves):
         raise CheckpointError(
             f"got {len(leaves)} arrays, expected the {len(declared)} that config declares; "
@@ -113,6 +115,11 @@ def _pair_arrays(specs: Any, arrays: Any) -> list[tuple[ArraySpec, Any]]:
         f"{path}: got {list(leaf.shape)}, expected {list(spec.stacked_shape)}"
         for (path, spec), leaf in zip(declared, leaves, strict=True)
         if leaf.shape != spec.stacked_shape
+    ]
+    wrong += [
+        f"{path}: got bytes of {leaf.storage.value}, expected {spec.storage.value}"
+        for (path, spec), leaf in zip(declared, leaves, strict=True)
+        if _is_quantized(leaf) and leaf.storage is not spec.storage
     ]
     if wrong:
         raise CheckpointError(f"arrays do not fit config: {shorten(wrong)}; pass weights made for it")
@@ -131,28 +138,48 @@ def _plan_shards(config: ModelConfig, max_shard_bytes: int) -> list[list[str]]:
     return shards
 
 
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantArray)
+
+
 def _stored_tensors(
     pairs: list[tuple[ArraySpec, Any]], is_quantized: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Encode tensors one by one, in the order of `tensor_table`."""
     for spec, stack in pairs:
-        host_stack = np.asarray(stack)
-        dtype = np.float32 if spec.stored_shapes(is_quantized)[0][2] == "F32" else ml_dtypes.bfloat16
+        host_stack = jax.tree.map(np.asarray, stack)
         for index, name in spec.tensors():
-            values = host_stack[index]
+            tensor = jax.tree.map(itemgetter(index), host_stack)
             if spec.storage.is_quantized and is_quantized:
-                payload, scales = quantize(spec.storage, values, f"tensor {name!r}")
+                payload, scales = _encode(spec, tensor, f"tensor {name!r}")
                 yield name, payload
                 yield scale_name(name), scales
-                continue
-            with np.errstate(over="ignore"):  # the largest float32 values are infinite in bfloat16
-                rounded = np.ascontiguousarray(values.astype(dtype))
-            if not np.isfinite(rounded).all():
-                raise CheckpointError(
-                    f"tensor {name!r} holds NaN or infinity as {np.dtype(dtype)}, "
-                    "expected finite values; fix the weights before writing them"
-                )
-            yield name, rounded
+            else:
+                yield name, _round(spec, tensor, f"tensor {name!r}")
+
+
+def _encode(spec: ArraySpec, tensor: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(tensor, QuantArray):
+        return quantize(spec.storage, tensor, where)
+    payload, scales = np.ascontiguousarray(tensor.payload), np.ascontiguousarray(tensor.scales)
+    check_quantized(spec.storage, payload, scale_bytes(scales, where), where)
+    if spec.storage is Storage.MXFP4:
+        payload = payload.view(np.int8)
+    return payload, scales.view(ml_dtypes.float8_e8m0fnu)
+
+
+def _round(spec: ArraySpec, tensor: Any, where: str) -> np.ndarray:
+    if isinstance(tensor, QuantArray):
+        tensor = dequantize(spec.storage, np.asarray(tensor.payload), np.asarray(tensor.scales), where)
+    dtype = np.dtype(np.float32 if spec.storage is Storage.F32 else ml_dtypes.bfloat16)
+    with np.errstate(over="ignore"):  # the largest float32 values are infinite in bfloat16
+        rounded = np.ascontiguousarray(tensor.astype(dtype))
+    if not np.isfinite(rounded).all():
+        raise CheckpointError(
+            f"{where} holds NaN or infinity as {dtype}, "
+            "expected finite values; fix the weights before writing them"
+        )
+    return rounded
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

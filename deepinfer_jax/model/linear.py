@@ -6,37 +6,28 @@ Read next: `attention.py` and `moe.py`.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax import lax
-
-from ..arrays import Array
-from ..kernels import quantize_dequantize_fp8
-from .numerics import Numerics, round_to
+from ..arithmetic import contract, round_to
+from ..arrays import Array, QuantArray
+from ..kernels import quantize_dequantize_fp8, weight_values
+from .numerics import Numerics
 
 
-def contract(subscripts: str, *operands: Array) -> Array:
-    """Einsum with float32 accumulation and float32 result, at full precision on every device."""
-    return jnp.einsum(
-        subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-
-
-def linear_float32(x: Array, weight: Array) -> Array:
+def linear_float32(x: Array, weight: Array | QuantArray) -> Array:
     """Multiply by a weight stored [out, in] and keep the float32 sum.
 
     Args:
         x: [..., in].
-        weight: [out, in].
+        weight: [out, in], plain or quantised.
 
     Returns:
         [..., out] float32.
 
     Source: spec/model.md section 2, Linear (b).
     """
-    return contract("...i,oi->...o", x, weight.astype(x.dtype))
+    return contract("...i,oi->...o", x, weight_values(weight, x.dtype))
 
 
-def linear(x: Array, weight: Array) -> Array:
+def linear(x: Array, weight: Array | QuantArray) -> Array:
     """Multiply by a weight stored [out, in], rounded to x's dtype."""
     return round_to(linear_float32(x, weight), x.dtype)
 
@@ -56,12 +47,12 @@ def quantize_input(x: Array, numerics: Numerics) -> Array:
     return quantize_dequantize_fp8(x) if numerics.quantizes_activations else x
 
 
-def quantized_linear(x: Array, weight: Array, numerics: Numerics) -> Array:
+def quantized_linear(x: Array, weight: Array | QuantArray, numerics: Numerics) -> Array:
     """Multiply by a weight that the checkpoint stores FP8: quantised input, float32 sum, one rounding.
 
     Args:
         x: [..., in].
-        weight: [out, in].
+        weight: [out, in], plain or quantised.
         numerics: the static choice of arithmetic.
 
     Returns:

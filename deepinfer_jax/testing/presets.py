@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import Array, random_arrays
+from ..arrays import Array, random_arrays, random_resident_arrays
 from ..config import DraftConfig, ModelConfig, YarnScaling
+from ..model.engram import primes_above
 from ..model.weights import Weights, weight_specs
 
 TINY = ModelConfig(
@@ -124,6 +125,66 @@ def released_pattern(extra_repeats: int = 0) -> ModelConfig:
     )
 
 
+def released_cut(engram_vocab_size: int = 1_000_000) -> ModelConfig:
+    """Give four layers of the released widths, one of each kind but Reuse, in the released storage.
+
+    Args:
+        engram_vocab_size: buckets of an Engram column; the released 16 million need 101 GB.
+
+    Returns:
+        The architecture, without draft stages.
+
+    Source: spec/model.md section 1.
+    """
+    columns = 3 * 8
+    return ModelConfig(
+        vocab_size=129280,
+        hidden_size=5120,
+        num_hidden_layers=4,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1280,
+        o_groups=8,
+        o_lora_rank=1024,
+        sliding_window=128,
+        rms_norm_eps=1e-20,
+        rope_theta=10000.0,
+        compress_rope_theta=160000.0,
+        rope_scaling=YarnScaling(
+            factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536
+        ),
+        max_position_embeddings=1048576,
+        compress_ratios=(0, 2, 1, 1),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=512,
+        candidate_source_layer_id=2,
+        candidate_topk_blocks=2048,
+        candidate_block_size=8,
+        n_routed_experts=384,
+        num_experts_per_tok=6,
+        moe_intermediate_size=2304,
+        routed_scaling_factor=1.5,
+        swiglu_limit=10.0,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        hc_eps=1e-6,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(int(primes_above(engram_vocab_size - 1, columns).sum()),),
+        engram_max_ngram_size=4,
+        engram_vocab_size=engram_vocab_size,
+        engram_n_heads=8,
+        engram_head_dim=256,
+        engram_pad_token_id=2,
+        engram_compressed_vocab_size=99092,
+        image_token_id=129264,
+        is_quantized=True,
+    )
+
+
 def random_token_map(config: ModelConfig, seed: int = 0) -> Array:
     """Draw a token map that uses every compressed id.
 
@@ -152,4 +213,21 @@ def random_weights(config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike 
         The weights, token map included.
     """
     weights = random_arrays(weight_specs(config), key, dtype)
+    return weights.replace(token_map=random_token_map(config))
+
+
+def random_resident_weights(
+    config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> Weights:
+    """Draw weights as a quantised checkpoint would be resident, the quantised ones as bytes.
+
+    Args:
+        config: the architecture.
+        key: base key.
+        dtype: dtype of the weights that are neither quantised nor stored as F32.
+
+    Returns:
+        The weights, token map included.
+    """
+    weights = random_resident_arrays(weight_specs(config), key, dtype)
     return weights.replace(token_map=random_token_map(config))
