@@ -1,0 +1,136 @@
+"""What sampling keeps of each slot: its request's parameters and the tokens seen so far.
+
+Separate from `sample.py` because a step changes this state at other moments than it samples: when
+requests are admitted, while prompts are read, after tokens are accepted.
+Read next: `sample.py`, which reads it; `../sampling_params.py`, where the parameters come from.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from ..arrays import Array
+from ..sampling_params import SlotParameters, slot_parameters
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+"""Finish reasons on the device: none yet, a stop token, max_tokens."""
+
+
+class SamplerState(struct.PyTreeNode):
+    """Sampling state of B slots.
+
+    Attributes:
+        seeds ... max_tokens: parameters of the slot's request, as in `SlotParameters`.
+        num_generated: int32 [B], tokens recorded since the request was admitted.
+        counts: int32 [B, V], how often each token was generated.
+        in_prompt: bool [B, V], whether the prompt holds a token.
+    """
+
+    seeds: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    bias_ids: Array
+    bias_values: Array
+    stop_ids: Array
+    min_tokens: Array
+    max_tokens: Array
+    num_generated: Array
+    counts: Array
+    in_prompt: Array
+
+
+def empty_sampler(num_slots: int, vocab_size: int) -> SamplerState:
+    """Make the state of slots without requests: greedy, no control, nothing seen."""
+    parameters = slot_parameters([None] * num_slots, eos_token_id=0)
+    return SamplerState(
+        **{name: jnp.asarray(array) for name, array in parameters._asdict().items()},
+        num_generated=jnp.zeros(num_slots, jnp.int32),
+        counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        in_prompt=jnp.zeros((num_slots, vocab_size), bool),
+    )
+
+
+def admit_parameters(sampler: SamplerState, is_admitted: Array, new: SlotParameters) -> SamplerState:
+    """Give slots to new requests: their parameters, and nothing seen yet.
+
+    Args:
+        sampler: state of B slots.
+        is_admitted: bool [B]; other slots do not change.
+        new: arrays of B slots, read where admitted.
+
+    Returns:
+        The state.
+    """
+
+    def choose(name: str, replacement: Array) -> Array:
+        old = getattr(sampler, name)
+        is_new = is_admitted.reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(is_new, jnp.asarray(replacement, old.dtype), old)
+
+    fresh = {
+        name: jnp.zeros_like(getattr(sampler, name)) for name in ("num_generated", "counts", "in_prompt")
+    }
+    return sampler.replace(
+        **{name: choose(name, array) for name, array in {**new._asdict(), **fresh}.items()}
+    )
+
+
+def record_prompt(sampler: SamplerState, slots: Array, token_ids: Array, is_valid: Array) -> SamplerState:
+    """Note the prompt tokens of a step's rows, for the repetition penalty.
+
+    Args:
+        sampler: state of B slots.
+        slots: int32 [R], slot of each row.
+        token_ids: int32 [R].
+        is_valid: bool [R]; other rows are not noted.
+
+    Returns:
+        The state.
+    """
+    columns = jnp.where(is_valid, token_ids, sampler.in_prompt.shape[1])
+    return sampler.replace(in_prompt=sampler.in_prompt.at[slots, columns].set(True, mode="drop"))
+
+
+def record_token(sampler: SamplerState, tokens: Array, is_sampled: Array) -> SamplerState:
+    """Count one generated token a slot; the next call of `sample` sees it.
+
+    Args:
+        sampler: state of B slots.
+        tokens: int32 [B].
+        is_sampled: bool [B]; other slots do not change.
+
+    Returns:
+        The state.
+    """
+    num_slots, vocab_size = sampler.counts.shape
+    columns = jnp.where(is_sampled, tokens, vocab_size)
+    return sampler.replace(
+        num_generated=sampler.num_generated + is_sampled.astype(jnp.int32),
+        counts=sampler.counts.at[jnp.arange(num_slots, dtype=jnp.int32), columns].add(1, mode="drop"),
+    )
+
+
+def finish_reasons(sampler: SamplerState, tokens: Array, is_sampled: Array) -> Array:
+    """Tell which slots end with the tokens that `record_token` has just counted.
+
+    A stop token ends the output whenever it comes: before min_tokens it is masked and cannot come. A
+    stop token that is also the last of max_tokens counts as a stop.
+
+    Args:
+        sampler: state of B slots, `tokens` recorded.
+        tokens: int32 [B].
+        is_sampled: bool [B].
+
+    Returns:
+        int32 [B]: RUNNING (also where nothing was sampled), STOPPED or LENGTH.
+    """
+    is_stop = (tokens[:, None] == sampler.stop_ids).any(axis=-1)
+    is_last = sampler.num_generated >= sampler.max_tokens
+    reasons = jnp.where(is_stop, STOPPED, jnp.where(is_last, LENGTH, RUNNING))
+    return jnp.where(is_sampled, reasons, RUNNING).astype(jnp.int32)
