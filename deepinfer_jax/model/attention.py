@@ -1,21 +1,19 @@
-"""CSA2 attention: a sliding window and selected compressed entries, one shared key-value vector.
+"""The projections around CSA2 attention: queries, the shared key-value row, the grouped output.
 
-Separate because it is the same in all layers but for what is selected.
-Read next: `backbone.py`, which reads the cache and hands the keys in.
+Separate because they are the same in all layers; what is attended to is the kernel's business.
+Read next: `../kernels/pallas/sparse_attention/ref.py`, `step_layer.py`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from ..arrays import MASKED_SCORE, Array
+from ..arithmetic import contract, round_to
+from ..arrays import Array
 from ..config import ModelConfig
-from ..kernels import quantize_dequantize_fp8
-from .linear import contract, quantized_linear
-from .norm import rms_norm
-from .numerics import Numerics, round_to
+from ..kernels import rms_norm, weight_values
+from .linear import quantized_linear
+from .numerics import Numerics
 from .rope import Rotation, rotate, rotate_heads
 from .weights import AttentionWeights
 
@@ -53,7 +51,9 @@ def make_queries(
 def window_key_value(
     x: Array, table: Rotation, weights: AttentionWeights, config: ModelConfig, numerics: Numerics
 ) -> Array:
-    """Make the token's window row, key and value in one: Q8(R(RMSNorm(wkv x))).
+    """Make the token's window row, key and value in one: R(RMSNorm(wkv x)), not yet rounded.
+
+    The cache format rounds it where it is stored.
 
     Args:
         x: [..., D], normed.
@@ -68,51 +68,7 @@ def window_key_value(
     Source: spec/model.md section 5.
     """
     row = rms_norm(quantized_linear(x, weights.wkv, numerics), weights.kv_norm, config.rms_norm_eps)
-    row = rotate(row, table)
-    return quantize_dequantize_fp8(row) if numerics.quantizes_cache else row
-
-
-def gather_entries(entries: Array, slots: Array, selection: Array) -> tuple[Array, Array]:
-    """Gather selected compressed entries of each row's slot.
-
-    Args:
-        entries: [B, G, H].
-        slots: int32 [R].
-        selection: int32 [R, K]; anything outside 0..G-1 selects nothing.
-
-    Returns:
-        [R, K, H] entries, bool [R, K] whether each is there.
-    """
-    is_there = (selection >= 0) & (selection < entries.shape[1])
-    index = jnp.where(is_there, selection, 0)
-    return entries[slots[:, None], index], is_there
-
-
-def attend(q: Array, keys: Array, is_visible: Array, attn_sink: Array) -> Array:
-    """Attend to gathered keys, which are values too, with a sink in the denominator.
-
-    s = q . key / sqrt(H); p = exp(s) / (sum exp(s) + exp(sink)); o = sum p key.
-
-    Args:
-        q: [R, N, H].
-        keys: [R, K, H]; what is not visible may hold anything, NaN included.
-        is_visible: bool [R, K]; a row that sees nothing gives 0.
-        attn_sink: float32 [N].
-
-    Returns:
-        [R, N, H] in q's dtype.
-
-    Source: spec/model.md section 5.
-    """
-    keys = jnp.where(is_visible[:, :, None], keys, 0).astype(q.dtype)
-    scores = contract("rnh,rkh->rnk", q, keys) * jnp.float32(q.shape[-1] ** -0.5)
-    scores = jnp.where(is_visible[:, None, :], scores, MASKED_SCORE)
-    sink = attn_sink.astype(jnp.float32)[None, :, None]
-    # The sink takes part in the maximum, so a row of only MASKED_SCORE stays finite.
-    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=MASKED_SCORE), sink)
-    weights = jnp.exp(scores - highest)
-    denominator = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
-    return round_to(contract("rnk,rkh->rnh", round_to(weights / denominator, q.dtype), keys), q.dtype)
+    return rotate(row, table)
 
 
 def project_output(o: Array, weights: AttentionWeights, config: ModelConfig, numerics: Numerics) -> Array:
@@ -131,7 +87,7 @@ def project_output(o: Array, weights: AttentionWeights, config: ModelConfig, num
     """
     groups = config.o_groups
     grouped = o.reshape(*o.shape[:-2], groups, config.num_attention_heads // groups * config.head_dim)
-    wo_a = weights.wo_a.reshape(groups, config.o_lora_rank, grouped.shape[-1]).astype(o.dtype)
+    wo_a = weight_values(weights.wo_a, o.dtype).reshape(groups, config.o_lora_rank, grouped.shape[-1])
     low_rank = round_to(contract("...gi,goi->...go", grouped, wo_a), o.dtype)
     flat = low_rank.reshape(*o.shape[:-2], groups * config.o_lora_rank)
     return quantized_linear(flat, weights.wo_b, numerics)

@@ -1,15 +1,16 @@
 """The backbone: rows in, hidden states out.
 
 One function serves prefill chunks, decode tokens and draft blocks. Layers of equal kind are
-stacked and scanned, so compile time follows the number of different patterns, not the depth.
-Read next: `step_layer.py` (the body of the scans), `schedule.py` (the order).
+stacked and scanned, so compile time follows the number of different patterns, not the depth. Rows
+run through all layers in tiles of one size, one tile after the other, so that a row's result is
+bitwise the same in any step.
+Read next: `layer_scan.py` (the layers in order), `step_layer.py` (one of them).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,16 @@ from jax import lax
 
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
-from . import hyper
-from .cache import Cache, is_before_start, read_ring, write_ring
-from .engram import engram, hash_rows
+from ..kernels import collapse, initial_streams, rms_norm
+from .cache import Cache, read_ring, write_ring, write_rings
+from .engram import hash_rows
+from .layer_scan import layer_index, run_layers
 from .linear import linear_float32
-from .norm import rms_norm
 from .numerics import Numerics
-from .rows import Rows, look_back
-from .schedule import LayerKind, Segment, layer_kind, layers_by_kind, make_schedule, sources_by_ratio
-from .step_layer import Carry, LayerCall, LayerIndex, StepContext, run_layer, step_context
-from .taps import Tap, TapRecorder, no_tap
+from .rows import ROW_TILE, Rows, row_tiles
+from .schedule import layer_kind
+from .step_layer import Carry, LayerCall, StepContext, step_context, write_source
+from .taps import TapRecorder
 from .weights import Weights, take_layer
 
 type Taps = frozenset[str]
@@ -41,11 +42,12 @@ def backbone(
     cache: Cache,
     numerics: Numerics,
     taps: Taps = NO_TAPS,
+    encoder_layers: int | None = None,
 ) -> tuple[Array, dict[str, Array], Cache]:
     """Run all layers on the rows of a step.
 
-    The encoder half (layers before the last KV source) and the decoder half run one after the other
-    on the same rows. Any split of a sequence into steps gives the same result up to rounding.
+    Any split of a sequence into steps gives the same result: bitwise if the numerics are batch
+    invariant, up to rounding otherwise.
 
     Args:
         weights: the loaded weights.
@@ -55,6 +57,8 @@ def backbone(
         numerics: the choice of arithmetic (static).
         taps: names of intermediate values to return (static), such as "layers.3.attn.q",
             "layers.3.out", "final.normed". A segment of layers with a tap is not scanned.
+        encoder_layers: layers that saw every row of the prompt (static); the windows of the others
+            begin at the cache's `decoder_starts`. The layers before the last KV source by default.
 
     Returns:
         Hidden states [R, D] after the final norm, the tapped values by name, the cache after it.
@@ -64,42 +68,150 @@ def backbone(
 
     Source: spec/model.md sections 3 and 12.
     """
+    split = _num_encoder_layers(config, encoder_layers)
+
+    def run(cache: Cache, tile: Rows) -> tuple[Cache, tuple[Array, dict[str, Array]]]:
+        step = _start(weights, config, tile, cache, _checked(numerics, config), taps)
+        encoder, decoder = (0, split), (split, config.num_hidden_layers)
+        carry = step.run(step.carry, step.context, encoder)
+        decoder_starts = carry.cache.decoder_starts[tile.slots]
+        carry = step.run(carry, step.context._replace(window_starts=decoder_starts), decoder)
+        collapsed = collapse(carry.streams, carry.pre_mix)
+        hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
+        tap = step.recorder.scoped("final.")
+        for name, value in (("pre_mix", carry.pre_mix), ("collapsed", collapsed), ("normed", hidden)):
+            tap(name, value)
+        return _write_windows(carry, step), (hidden, step.recorder.result())
+
+    cache, (hidden, tapped) = _over_tiles(run, cache, rows, numerics)
+    return hidden, tapped, cache
+
+
+def encode(
+    weights: Weights,
+    config: ModelConfig,
+    rows: Rows,
+    cache: Cache,
+    numerics: Numerics,
+    encoder_layers: int | None = None,
+) -> Cache:
+    """Run on the rows of a prompt only what tokens beyond the window read of them.
+
+    That is the encoder half, and of the last KV source its compressor and index keys: all that a row
+    far from the end of a prompt leaves behind, if the decoder half is replayed on the last rows.
+
+    Args:
+        weights: the loaded weights.
+        config: the architecture (static).
+        rows: the step's rows.
+        cache: state of the slots before the step; consumed.
+        numerics: the choice of arithmetic (static).
+        encoder_layers: layers to run in full (static), those before the last KV source by default.
+
+    Returns:
+        The cache after the step.
+
+    Source: spec/model.md sections 12 and 13.
+    """
+    split = _num_encoder_layers(config, encoder_layers)
+
+    def run(cache: Cache, tile: Rows) -> tuple[Cache, tuple[()]]:
+        step = _start(weights, config, tile, cache, _checked(numerics, config), NO_TAPS)
+        carry = step.run(step.carry, step.context, (0, split))
+        kind = layer_kind(config, split)
+        if kind.is_kv_source:
+            index = layer_index(config, split)
+            layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
+            carry = write_source(carry, LayerCall(layer_weights, kind, index, step.context))
+        return _write_windows(carry, step, split), ()
+
+    return _over_tiles(run, cache, rows, numerics)[0]
+
+
+def head_logits(hidden: Array, weights: Weights, numerics: Numerics) -> Array:
+    """Project hidden states [R, D] to logits [R, V] in float32, in the tiles of the backbone."""
+    if not numerics.batch_invariant:
+        return linear_float32(hidden, weights.head)
+    num_rows = hidden.shape[0]
+    padded = jnp.pad(hidden, ((0, -num_rows % ROW_TILE), (0, 0))).reshape(-1, ROW_TILE, hidden.shape[1])
+    logits = lax.map(lambda tile: _fenced(linear_float32(_fenced(tile), weights.head)), padded)
+    return logits.reshape(-1, logits.shape[-1])[:num_rows]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What one pass of rows through the layers works with."""
+
+    weights: Weights
+    rows: Rows
+    context: StepContext
+    table_rows: Array
+    recorder: TapRecorder
+    carry: Carry
+
+    def run(self, carry: Carry, context: StepContext, span: tuple[int, int]) -> Carry:
+        """Run some of the layers."""
+        return run_layers(carry, self.weights, context, self.table_rows, self.recorder, span)
+
+
+def _num_encoder_layers(config: ModelConfig, encoder_layers: int | None) -> int:
+    return config.kv_source_layer_ids[-1] if encoder_layers is None else encoder_layers
+
+
+def _checked(numerics: Numerics, config: ModelConfig) -> Numerics:
+    """Quantise activations only for a checkpoint that stores its weights quantised."""
+    return dataclasses.replace(
+        numerics, quantizes_activations=numerics.quantizes_activations and config.is_quantized
+    )
+
+
+def _fenced[T](values: T) -> T:
+    """Keep XLA from fusing across the border of a tile: what is fused decides the last bits."""
+    return lax.optimization_barrier(values)
+
+
+def _over_tiles[T](
+    run: Callable[[Cache, Rows], tuple[Cache, T]], cache: Cache, rows: Rows, numerics: Numerics
+) -> tuple[Cache, T]:
+    """Run rows tile by tile, each reading the cache that the one before left."""
     num_rows = rows.token_ids.shape[0]
     if num_rows % rows.rows_per_block:
         raise ValueError(f"rows: got {num_rows}, expected a multiple of rows_per_block={rows.rows_per_block}")
-    if numerics.quantizes_activations and not config.is_quantized:
-        numerics = dataclasses.replace(numerics, quantizes_activations=False)
-    recorder = TapRecorder(taps)
+    if not numerics.batch_invariant:
+        return run(cache, rows)
+    tiles = row_tiles(rows, ROW_TILE)
+    cache, results = lax.scan(lambda cache, tile: _fenced(run(*_fenced((cache, tile)))), cache, tiles)
+    return cache, jax.tree.map(lambda tiled: tiled.reshape(-1, *tiled.shape[2:])[:num_rows], results)
+
+
+def _start(
+    weights: Weights, config: ModelConfig, rows: Rows, cache: Cache, numerics: Numerics, taps: Taps
+) -> _Step:
+    """Embed the rows, hash their n-grams and prepare what the layers share."""
     context = step_context(rows, config, numerics)
-    table_rows, cache = _engram_rows(weights, config, rows, cache)
+    table_rows, cache = _engram_rows(weights, context, rows, cache)
     carry = _initial_carry(weights, config, rows, cache, numerics)
-    middle = config.kv_source_layer_ids[-1]
-    for start, stop in ((0, middle), (middle, config.num_hidden_layers)):
-        carry = _run_layers(carry, weights, context, table_rows, recorder, (start, stop))
-    collapsed = hyper.collapse(carry.streams, carry.pre_mix)
-    hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
-    tap = recorder.scoped("final.")
-    for name, value in (("pre_mix", carry.pre_mix), ("collapsed", collapsed), ("normed", hidden)):
-        tap(name, value)
-    write_rings = jax.vmap(write_ring, in_axes=(0, 0, None))
-    window = write_rings(carry.cache.window, carry.window_rows, rows)
-    return hidden, recorder.result(), carry.cache.replace(window=window)
+    return _Step(weights, rows, context, table_rows, TapRecorder(taps), carry)
 
 
-def head_logits(hidden: Array, weights: Weights) -> Array:
-    """Project hidden states [..., D] to logits [..., V] in float32."""
-    return linear_float32(hidden, weights.head)
+def _write_windows(carry: Carry, step: _Step, num_layers: int | None = None) -> Cache:
+    """Write the step's window rows of the first `num_layers` layers, of all by default."""
+    rings = carry.cache.window
+    written = write_rings(rings[:num_layers], carry.window_rows[:num_layers], step.context.geometry)
+    window = written if num_layers is None else rings.at[:num_layers].set(written)
+    return carry.cache.replace(window=window)
 
 
-def _engram_rows(weights: Weights, config: ModelConfig, rows: Rows, cache: Cache) -> tuple[Array, Cache]:
+def _engram_rows(weights: Weights, context: StepContext, rows: Rows, cache: Cache) -> tuple[Array, Cache]:
     """Hash every row's n-grams and keep the latest compressed ids."""
+    config, geometry = context.config, context.geometry
     compressed_ids = jnp.where(rows.is_image, NOTHING, weights.token_map[rows.token_ids])
-    lookback = look_back(rows, config.engram_max_ngram_size)
-    history = read_ring(cache.engram_ids, compressed_ids, rows, lookback)
-    history = jnp.where(is_before_start(rows, config.engram_max_ngram_size), NOTHING, history)
+    distances = jnp.arange(config.engram_max_ngram_size, dtype=jnp.int32)
+    history = read_ring(cache.engram_ids, compressed_ids, geometry, distances)
+    history = jnp.where(rows.positions[:, None] < distances[None, :], NOTHING, history)
     pad_id = weights.token_map[config.engram_pad_token_id]
     table_rows = hash_rows(history, config, pad_id)
-    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, compressed_ids, rows))
+    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, compressed_ids, geometry))
 
 
 def _initial_carry(
@@ -107,105 +219,16 @@ def _initial_carry(
 ) -> Carry:
     num_rows = rows.token_ids.shape[0]
     embedded = weights.embed[rows.token_ids].astype(numerics.compute_dtype)
-    streams, pre_mix = hyper.initial_streams(embedded, config.hc_mult)
+    streams, pre_mix = initial_streams(embedded, config.hc_mult)
     ratio = config.compress_ratios[config.candidate_source_layer_id]
-    groups = cache.compressed[ratio].kv.shape[2]
+    groups = cache.page_table.shape[1] * cache.compressed[ratio].kv.shape[2]
     blocks = -(-groups // config.candidate_block_size)
-    rows_shape = (config.num_hidden_layers, num_rows, config.head_dim)
+    rings = cache.window
     return Carry(
         streams=streams,
         pre_mix=pre_mix,
         cache=cache,
-        window_rows=jnp.zeros(rows_shape, numerics.compute_dtype),
+        window_rows=jnp.zeros((rings.shape[0], num_rows, rings.shape[3]), rings.dtype),
         selection=jnp.full((num_rows, config.index_topk), NOTHING, jnp.int32),
         is_candidate=jnp.zeros((num_rows, blocks), bool),
     )
-
-
-def _run_layers(
-    carry: Carry,
-    weights: Weights,
-    context: StepContext,
-    table_rows: Array,
-    recorder: TapRecorder,
-    span: tuple[int, int],
-) -> Carry:
-    """Run the layers start..stop by segments; equal layers and repeated patterns are scanned."""
-    config, layer = context.config, span[0]
-
-    def step(carry: Carry, kind: LayerKind, index: LayerIndex, tap: Tap = no_tap) -> Carry:
-        layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
-        return run_layer(carry, LayerCall(layer_weights, kind, index, context, tap))
-
-    for segment in make_schedule(config, *span):
-        if segment.runs[0].kind is None:
-            place = config.engram_layer_ids.index(layer)
-            tap = recorder.scoped(f"layers.{layer}.engram.")
-            arguments = (carry.streams, table_rows[:, place], weights.engram[place], context.rows.is_image)
-            carry = carry.replace(streams=engram(*arguments, config, context.numerics, tap))
-            continue
-        layers = range(layer, layer + segment.num_layers)
-        if any(recorder.wants(f"layers.{number}.") for number in layers):
-            for number in layers:
-                tap = recorder.scoped(f"layers.{number}.")
-                carry = step(carry, layer_kind(config, number), _layer_index(config, number), tap)
-        else:
-            carry = _scan_segment(carry, segment, layer, config, step)
-        layer += segment.num_layers
-    return carry
-
-
-def _layer_index(config: ModelConfig, layer: int) -> LayerIndex:
-    kind = layer_kind(config, layer)
-    earlier = [source for source in sources_by_ratio(config).get(kind.ratio, ()) if source <= layer]
-    in_kind = layers_by_kind(config)[kind].index(layer)
-    return LayerIndex(layer=layer, in_kind=in_kind, source=max(len(earlier) - 1, 0))
-
-
-type LayerStep = Callable[[Carry, LayerKind, LayerIndex], Carry]
-
-
-def _scan_segment(carry: Carry, segment: Segment, layer: int, config: ModelConfig, step: LayerStep) -> Carry:
-    """Scan a segment: the outer loop over repeats, inner loops over runs of equal layers.
-
-    All indices are linear in the two loop counters, so they are computed, not stored.
-    """
-    depth = segment.num_layers // segment.repeats
-
-    def sequence(carry: Carry, repeat: Array | int) -> Carry:
-        offset = layer
-        for run in segment.runs:
-            first = _layer_index(config, offset)
-            # Without a repeat there is no layer one period on, and the stride is multiplied by 0.
-            later = _layer_index(config, offset + depth) if segment.repeats > 1 else first
-            body = partial(_run_body, step, run.kind, first, later, repeat)
-            carry = _loop(body, carry, run.length)
-            offset += run.length
-        return carry
-
-    return _loop(sequence, carry, segment.repeats)
-
-
-def _run_body(
-    step: LayerStep,
-    kind: LayerKind,
-    first: LayerIndex,
-    later: LayerIndex,
-    repeat: Array | int,
-    carry: Carry,
-    place: Array | int,
-) -> Carry:
-    index = LayerIndex(
-        layer=first.layer + repeat * (later.layer - first.layer) + place,
-        in_kind=first.in_kind + repeat * (later.in_kind - first.in_kind) + place,
-        source=first.source + repeat * (later.source - first.source),
-    )
-    return step(carry, kind, index)
-
-
-def _loop(body: Callable[[Carry, Array | int], Carry], carry: Carry, count: int) -> Carry:
-    """Apply `body(carry, i)` for i = 0..count-1, as a scan if there is more than one."""
-    if count == 1:
-        return body(carry, 0)
-    counter = jnp.arange(count, dtype=jnp.int32)
-    return lax.scan(lambda carry, place: (body(carry, place), None), carry, counter)[0]

@@ -1,7 +1,9 @@
 """What a sequence leaves behind for its next tokens.
 
-Separate because its shapes are the memory of a running engine. Values are stored as the numerics
-produce them: already quantised and dequantised under `official`.
+Separate because its shapes are the memory of a running engine. Rows are stored packed in the formats
+of the numerics; what has no length limit lies in pages that slots own through a table.
+A sequence is shortened by its length alone: every ring keeps `window_slack` rows more than the model
+reads, and entries past the length are overwritten before they are read.
 Read next: `rows.py` (who reads and writes), `backbone.py` (when).
 """
 
@@ -11,18 +13,19 @@ import jax.numpy as jnp
 from flax import struct
 
 from ..arrays import NOTHING, Array
-from ..config import ModelConfig
+from ..config import CacheConfig, ModelConfig
+from ..kernels import RowGeometry
 from .numerics import Numerics
-from .rows import Lookback, Rows, is_among_last
+from .rows import is_among_last
 from .schedule import sources_by_ratio
 
 
-class CompressedCache(struct.PyTreeNode):
-    """Compressed KV and index keys of the KV sources of one compress ratio.
+class CompressedPages(struct.PyTreeNode):
+    """Compressed KV and index keys of the KV sources of one compress ratio, packed.
 
     Attributes:
-        kv: [sources, B, G, H], written once per group of `ratio` tokens.
-        index_keys: [sources, B, G, index_head_dim].
+        kv: [sources, P, entries, width], entries = page_tokens / ratio.
+        index_keys: [sources, P, entries, width].
     """
 
     kv: Array
@@ -33,96 +36,107 @@ class Cache(struct.PyTreeNode):
     """State of B slots.
 
     Attributes:
-        window: [L, B, ring, H], key-value rows of the latest positions, entry = position mod ring.
+        window: [L, B, window + slack, width], packed key-value rows of the latest positions, entry =
+            position mod ring.
         compressed: by compress ratio.
-        pending_kv: float32 [ratio-2 sources, B, 2, H], projections of tokens whose group is not
-            complete, entry = position mod 2; written by the token, read by the next.
+        page_table: int32 [B, pages of a slot], page of each run of `page_tokens` positions, NOTHING
+            where the slot has none.
+        pending_kv: float32 [ratio-2 sources, B, 1 + slack, H], projections of the latest tokens, entry
+            = position mod ring; written by a token, read by the next.
         pending_score: float32, the same for the gate projection.
-        engram_ids: int32 [B, ngram - 1], compressed ids of the latest tokens, entry = position mod
-            (ngram - 1), NOTHING for an image token.
+        engram_ids: int32 [B, ngram - 1 + slack], compressed ids of the latest tokens, entry = position
+            mod ring, NOTHING for an image token.
+        decoder_starts: int32 [B], first position whose window rows the decoder half has: 0, or where
+            bounded prefill began.
     """
 
     window: Array
-    compressed: dict[int, CompressedCache]
+    compressed: dict[int, CompressedPages]
+    page_table: Array
     pending_kv: Array
     pending_score: Array
     engram_ids: Array
+    decoder_starts: Array
 
 
-PENDING_ROWS = 2
-"""Tokens whose compressor projections are kept: one group."""
-
-
-def empty_cache(config: ModelConfig, slots: int, capacity: int, numerics: Numerics) -> Cache:
-    """Make the cache of `slots` sequences of up to `capacity` tokens.
+def empty_cache(config: ModelConfig, sizes: CacheConfig, numerics: Numerics) -> Cache:
+    """Make the cache of slots that own no page yet.
 
     Args:
         config: the architecture.
-        slots: number of sequences.
-        capacity: tokens per sequence, a multiple of 2.
-        numerics: gives the dtype of stored rows.
+        sizes: slots, pages and slack.
+        numerics: gives the formats of stored rows.
 
     Returns:
         The cache; its initial content is never read.
 
-    Raises:
-        ValueError: an odd or non-positive capacity.
-
-    Source: spec/model.md section 11.
+    Source: spec/model.md section 11, spec/serving.md section 2.
     """
-    if capacity <= 0 or capacity % 2:
-        raise ValueError(f"cache capacity: got {capacity}, expected a positive even number of tokens")
-    dtype, head_dim = numerics.compute_dtype, config.head_dim
+    formats, head_dim, slots = numerics.row_formats, config.head_dim, sizes.num_slots
     compressed = {}
     for ratio, layers in sources_by_ratio(config).items():
-        shape = (len(layers), slots, capacity // ratio)
-        compressed[ratio] = CompressedCache(
-            kv=jnp.zeros((*shape, head_dim), dtype),
-            index_keys=jnp.zeros((*shape, config.index_head_dim), dtype),
+        shape = (len(layers), sizes.num_pages, sizes.page_tokens // ratio)
+        compressed[ratio] = CompressedPages(
+            kv=jnp.zeros((*shape, formats.entry.width(head_dim)), formats.entry.dtype),
+            index_keys=jnp.zeros(
+                (*shape, formats.index_key.width(config.index_head_dim)), formats.index_key.dtype
+            ),
         )
     pairs = len(sources_by_ratio(config).get(2, ()))
-    pending_shape = (pairs, slots, PENDING_ROWS, head_dim)
-    window_shape = (config.num_hidden_layers, slots, config.sliding_window, head_dim)
+    slack = sizes.window_slack
+    window_shape = (config.num_hidden_layers, slots, config.sliding_window + slack)
+    pending_shape = (pairs, slots, 1 + slack, head_dim)
     return Cache(
-        window=jnp.zeros(window_shape, dtype),
+        window=jnp.zeros((*window_shape, formats.window.width(head_dim)), formats.window.dtype),
         compressed=compressed,
+        page_table=jnp.full((slots, sizes.pages_per_slot), NOTHING, jnp.int32),
         pending_kv=jnp.zeros(pending_shape, jnp.float32),
         pending_score=jnp.zeros(pending_shape, jnp.float32),
-        engram_ids=jnp.full((slots, config.engram_max_ngram_size - 1), NOTHING, jnp.int32),
+        engram_ids=jnp.full((slots, config.engram_max_ngram_size - 1 + slack), NOTHING, jnp.int32),
+        decoder_starts=jnp.zeros(slots, jnp.int32),
     )
 
 
-def read_ring(ring: Array, step_rows: Array, rows: Rows, lookback: Lookback) -> Array:
-    """Read what a ring held before the step, or this step's own row, k positions back.
+def with_own_pages(cache: Cache) -> Cache:
+    """Give every slot as many pages of its own as its table holds, in order.
+
+    Raises:
+        ValueError: fewer pages than the tables of all slots hold.
+    """
+    slots, per_slot = cache.page_table.shape
+    num_pages = min(pages.kv.shape[1] for pages in cache.compressed.values())
+    if num_pages < slots * per_slot:
+        raise ValueError(
+            f"cache pages: got {num_pages}, expected at least {slots} slots x {per_slot}; make more pages, "
+            "or write the page table from what is free"
+        )
+    table = jnp.arange(slots * per_slot, dtype=jnp.int32).reshape(slots, per_slot)
+    return cache.replace(page_table=table)
+
+
+def read_ring(ring: Array, step_rows: Array, geometry: RowGeometry, distances: Array) -> Array:
+    """Read rows some positions back: from the ring as it was before the step, or from the step's own.
 
     Args:
         ring: [B, entries, ...], entry = position mod entries.
         step_rows: [R, ...], this step's values.
-        rows: the step's rows.
-        lookback: of `count` positions, at most entries + 1.
+        geometry: the step's rows.
+        distances: int32 [K], positions back, at most `entries` for what lies before the step.
 
     Returns:
-        [R, count, ...]; meaningless before the start of the sequence (`is_before_start`).
+        [R, K, ...]; meaningless before the start of the sequence.
     """
-    slots, entries = ring.shape[:2]
-    count = lookback.rows.shape[1]
-    positions = rows.positions[:, None] - jnp.arange(count, dtype=jnp.int32)[None, :]
-    from_ring = rows.slots[:, None] * entries + positions % entries
-    index = jnp.where(lookback.is_in_step, slots * entries + lookback.rows, from_ring)
-    both = jnp.concatenate([ring.reshape(slots * entries, *ring.shape[2:]), step_rows])
-    return both[index]
+    entries = ring.shape[1]
+    positions = geometry.positions[:, None] - distances[None, :]
+    from_ring = ring[geometry.slots[:, None], positions % entries]
+    sources = jnp.arange(step_rows.shape[0], dtype=jnp.int32)[:, None] - distances[None, :]
+    from_step = step_rows[jnp.maximum(sources, 0)]
+    is_in_step = sources >= geometry.slot_offsets[:, None]
+    is_in_step = is_in_step.reshape(is_in_step.shape + (1,) * (from_step.ndim - 2))
+    return jnp.where(is_in_step, from_step, from_ring)
 
 
-def is_before_start(rows: Rows, count: int) -> Array:
-    """Tell which of the `count` latest positions of each row lie before the sequence's start.
-
-    Returns:
-        bool [R, count].
-    """
-    return rows.positions[:, None] < jnp.arange(count, dtype=jnp.int32)[None, :]
-
-
-def ring_entries(rows: Rows, slots: int, entries: int) -> tuple[Array, Array]:
+def ring_entries(geometry: RowGeometry, slots: int, entries: int) -> tuple[Array, Array]:
     """Give the (slot, entry) each row writes in a ring; rows that must not write get slot = slots.
 
     Out of range on purpose: scatters drop them.
@@ -130,12 +144,41 @@ def ring_entries(rows: Rows, slots: int, entries: int) -> tuple[Array, Array]:
     Returns:
         int32 [R] slots, int32 [R] entries; the pairs in range are unique.
     """
-    is_written = is_among_last(rows, entries)
-    return jnp.where(is_written, rows.slots, slots), rows.positions % entries
+    is_written = is_among_last(geometry, entries)
+    return jnp.where(is_written, geometry.slots, slots), geometry.positions % entries
 
 
-def write_ring(ring: Array, step_rows: Array, rows: Rows) -> Array:
+def write_ring(ring: Array, step_rows: Array, geometry: RowGeometry) -> Array:
     """Write each slot's latest rows into a ring [B, entries, ...]."""
     slots, entries = ring.shape[:2]
-    slot, entry = ring_entries(rows, slots, entries)
-    return ring.at[slot, entry].set(step_rows.astype(ring.dtype), mode="drop")
+    return ring.at[ring_entries(geometry, slots, entries)].set(step_rows, mode="drop")
+
+
+def write_rings(rings: Array, step_rows: Array, geometry: RowGeometry) -> Array:
+    """Write each slot's latest rows into the rings of all layers: [L, B, entries, ...], [L, R, ...]."""
+    slot, entry = ring_entries(geometry, *rings.shape[1:3])
+    return rings.at[:, slot, entry].set(step_rows, mode="drop")
+
+
+def group_places(
+    geometry: RowGeometry, page_table: Array, pages: CompressedPages, ratio: int
+) -> tuple[Array, Array]:
+    """Give the (page, entry) where each row's group is stored; rows that end no group get page = P.
+
+    Out of range on purpose, as is a row whose slot has no page there: scatters drop them.
+
+    Args:
+        geometry: the step's rows.
+        page_table: int32 [B, pages of a slot].
+        pages: gives entries and pages.
+        ratio: tokens of a group.
+
+    Returns:
+        int32 [R] pages, int32 [R] entries; the pairs in range are unique.
+    """
+    num_pages, entries = pages.kv.shape[1:3]
+    groups = geometry.positions // ratio
+    numbers = groups // entries
+    page = page_table.at[geometry.slots, numbers].get(mode="fill", fill_value=NOTHING)
+    is_group_end = geometry.is_valid & ((geometry.positions + 1) % ratio == 0)
+    return jnp.where(is_group_end & (page >= 0), page, num_pages), groups % entries

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arithmetic import round_to
 from ..arrays import Array
 from ..config import ModelConfig
-from ..kernels import quantize_dequantize_fp4_block, quantize_dequantize_fp4_scaled
+from ..kernels import rms_norm
 from .linear import linear, linear_float32
-from .norm import rms_norm
-from .numerics import Numerics, round_to
+from .numerics import Numerics
 from .rope import Rotation, rotate
 from .weights import CompressorWeights, IndexerWeights
 
@@ -30,7 +30,7 @@ class Projection(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a complete group leaves: latent, compressed KV and index key."""
+    """What a complete group leaves: latent, compressed KV and index key, the last two not yet rounded."""
 
     latent: Array
     kv: Array
@@ -83,8 +83,8 @@ def make_entry(
 ) -> Entry:
     """Make latent, compressed KV and index key of complete groups.
 
-    latent = RMSNorm(pooled); kv = Q4c(R(latent)); key = Q4i(R(RMSNorm(wk latent))), R at the
-    position of the group's first token.
+    latent = RMSNorm(pooled); kv = R(latent); key = R(RMSNorm(wk latent)), R at the position of the
+    group's first token. The cache format rounds kv and key where they are stored.
 
     Args:
         pooled: [..., H], rounded here to the compute dtype.
@@ -100,23 +100,17 @@ def make_entry(
     Source: spec/model.md section 6.
     """
     latent = rms_norm(round_to(pooled, numerics.compute_dtype), compressor.norm, config.rms_norm_eps)
-    kv = rotate(latent, group_rotation)
-    if numerics.quantizes_cache:
-        kv = quantize_dequantize_fp4_scaled(kv)
-    return Entry(latent, kv, index_key(latent, group_rotation, indexer, config, numerics))
+    return Entry(latent, rotate(latent, group_rotation), index_key(latent, group_rotation, indexer, config))
 
 
-def index_key(
-    latent: Array, group_rotation: Rotation, indexer: IndexerWeights, config: ModelConfig, numerics: Numerics
-) -> Array:
-    """Make index keys from latents: Q4i(R(RMSNorm(wk latent))).
+def index_key(latent: Array, group_rotation: Rotation, indexer: IndexerWeights, config: ModelConfig) -> Array:
+    """Make index keys from latents: R(RMSNorm(wk latent)), not yet rounded.
 
     Args:
         latent: [..., H].
         group_rotation: rotation at the first token's position.
         indexer: the source's indexer, which owns wk and k_norm.
         config: the architecture.
-        numerics: the static choice of arithmetic.
 
     Returns:
         [..., index_head_dim].
@@ -124,8 +118,7 @@ def index_key(
     Source: spec/model.md section 6.
     """
     key = rms_norm(linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
-    key = rotate(key, group_rotation)
-    return quantize_dequantize_fp4_block(key) if numerics.quantizes_cache else key
+    return rotate(key, group_rotation)
 
 
 def num_visible_groups(positions: Array, ratio: int) -> Array:

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
+from ..arithmetic import round_to
 from ..arrays import NOTHING, Array
 from ..config import ConfigError, ModelConfig
+from ..kernels import engram_gather, inverse_rms
 from .linear import quantized_linear
-from .norm import inverse_rms
-from .numerics import Numerics, round_to
+from .numerics import Numerics
 from .taps import Tap, no_tap
 from .weights import EngramWeights
 
@@ -111,53 +113,51 @@ def hash_rows(history: Array, config: ModelConfig, pad_id: Array) -> Array:
     constants = engram_constants(config)
     is_dead = jnp.cumsum(history == NOTHING, axis=-1, dtype=jnp.int32) > 0
     tokens = jnp.where(is_dead, pad_id, history).astype(jnp.uint32)
-    columns = []
+    high, low = _multiply_64(tokens[:, None, :], constants.multipliers[None])  # [R, Engram layers, ngram]
+    mixed_high, mixed_low = [high[:, :, 0]], [low[:, :, 0]]
+    for size in range(1, config.engram_max_ngram_size):
+        mixed_high.append(mixed_high[-1] ^ high[:, :, size])
+        mixed_low.append(mixed_low[-1] ^ low[:, :, size])
+    # Columns stand by n-gram size, then by head; a single token has none.
     heads = config.engram_n_heads
-    for layer in range(len(config.engram_layer_ids)):
-        mixed = None
-        for size in range(config.engram_max_ngram_size):
-            product = _multiply_64(tokens[:, size], int(constants.multipliers[layer, size]))
-            mixed = product if mixed is None else (mixed[0] ^ product[0], mixed[1] ^ product[1])
-            if size == 0:
-                continue
-            chosen = slice((size - 1) * heads, size * heads)
-            remainder = _remainder(mixed, constants.primes[layer, chosen])
-            columns.append(remainder + constants.offsets[layer, chosen].astype(np.uint32)[None, :])
-    rows = jnp.concatenate(columns, axis=1).astype(jnp.int32)
-    return rows.reshape(history.shape[0], len(config.engram_layer_ids), -1)
+    high, low = (jnp.repeat(jnp.stack(part[1:], axis=-1), heads, axis=-1) for part in (mixed_high, mixed_low))
+    remainder = _remainder(high, low, constants.primes[None])
+    return (remainder + constants.offsets[None].astype(np.uint32)).astype(jnp.int32)
 
 
-def _multiply_64(token: Array, multiplier: int) -> tuple[Array, Array]:
-    """Multiply uint32 by a constant below 2^63: (high, low) words of the 64-bit product.
+def _multiply_64(tokens: Array, multipliers: np.ndarray) -> tuple[Array, Array]:
+    """Multiply uint32 by constants below 2^63: (high, low) words of the 64-bit products.
 
     Limbs of 16 bits keep every partial product and sum inside 32 bits.
     """
-    token_limbs = (token & 0xFFFF, token >> 16)
-    limbs = [np.uint32(multiplier >> shift & 0xFFFF) for shift in (0, 16, 32, 48)]
-    columns = [jnp.zeros_like(token) for _ in range(4)]
-    carry = jnp.zeros_like(token)
+    token_limbs = (tokens & 0xFFFF, tokens >> 16)
+    limbs = [(multipliers >> shift & 0xFFFF).astype(np.uint32) for shift in (0, 16, 32, 48)]
+    columns, carry = [], jnp.zeros((), jnp.uint32)
     for place in range(4):
-        high = jnp.zeros_like(token)
-        total = carry
+        high, total = jnp.zeros((), jnp.uint32), carry
         for i, token_limb in enumerate(token_limbs):
             if 0 <= place - i < 4:
                 product = token_limb * limbs[place - i]
                 total = total + (product & 0xFFFF)
                 high = high + (product >> 16)
-        columns[place] = total & 0xFFFF
+        columns.append(total & 0xFFFF)
         carry = high + (total >> 16)
     return columns[3] << 16 | columns[2], columns[1] << 16 | columns[0]
 
 
-def _remainder(value: tuple[Array, Array], primes: np.ndarray) -> Array:
-    """Reduce a 64-bit value modulo each prime below 2^24, eight bits at a time: uint32 [R, heads]."""
-    modulus = jnp.asarray(primes.astype(np.uint32))[None, :]
-    remainder = jnp.zeros((value[0].shape[0], primes.shape[0]), jnp.uint32)
-    for word in value:
-        for shift in (24, 16, 8, 0):
-            byte = (word >> shift & 0xFF)[:, None]
-            remainder = (remainder * 256 + byte) % modulus
-    return remainder
+def _remainder(high: Array, low: Array, primes: np.ndarray) -> Array:
+    """Reduce 64-bit values modulo primes below 2^24, eight bits at a time, the highest first.
+
+    A loop, not unrolled: eight unrolled divisions by every prime took 1.5 s to compile.
+    """
+    modulus = jnp.asarray(primes.astype(np.uint32))
+
+    def fold(step: Array, remainder: Array) -> Array:
+        word = jnp.where(step < 4, high, low)
+        shift = (24 - 8 * (step % 4)).astype(jnp.uint32)
+        return (remainder * 256 + (word >> shift & 0xFF)) % modulus
+
+    return lax.fori_loop(0, 8, fold, jnp.zeros(high.shape, jnp.uint32))
 
 
 def engram(
@@ -190,7 +190,8 @@ def engram(
     Source: spec/model.md section 10.
     """
     count, width = config.hc_mult, config.hidden_size
-    entries = weights.embed[table_rows].astype(streams.dtype).reshape(table_rows.shape[0], -1)
+    implementation = numerics.implementation
+    entries = engram_gather(weights.embed, table_rows, streams.dtype, implementation=implementation)
     kv = quantized_linear(entries, weights.wkv, numerics)
     keys = kv[:, : count * width].reshape(-1, count, width).astype(jnp.float32)
     value = kv[:, count * width :].astype(jnp.float32)

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import Array
+from ..arithmetic import round_to
+from ..arrays import NOTHING, Array
 from ..config import ModelConfig
-from .linear import contract, linear_float32, quantize_input
-from .numerics import Numerics, round_to
+from ..kernels import clamped_swiglu, grouped_experts
+from .linear import linear_float32, quantize_input
+from .numerics import Numerics
 from .taps import Tap, no_tap
 from .weights import ExpertWeights, MoeWeights
 
@@ -67,63 +69,6 @@ def route(scores: Array, bias: Array, bias_vl: Array, is_image: Array, config: M
     return Routing(ids, chosen / total * jnp.float32(config.routed_scaling_factor))
 
 
-def clamped_swiglu(gate: Array, up: Array, weight: Array | None, limit: float) -> Array:
-    """Combine the two input projections: silu(min(g, limit)) clamp(u, +-limit), times a weight.
-
-    The routing weight multiplies here, before w2 and its input quantisation.
-
-    Args:
-        gate: [..., F].
-        up: [..., F].
-        weight: [..., 1] float32, or None for 1.
-        limit: the clamp.
-
-    Returns:
-        [..., F] float32, not rounded.
-
-    Source: spec/model.md section 9.
-    """
-    gate = jnp.minimum(gate.astype(jnp.float32), jnp.float32(limit))
-    up = jnp.clip(up.astype(jnp.float32), -limit, limit)
-    activated = jax.nn.silu(gate) if weight is None else weight * jax.nn.silu(gate)
-    return activated * up
-
-
-def routed_experts(
-    x: Array, routing: Routing, experts: ExpertWeights, config: ModelConfig, numerics: Numerics
-) -> Array:
-    """Sum the chosen experts' outputs in order of choice.
-
-    Every expert is computed for every row and what was not chosen is replaced by zero (not
-    multiplied: an unchosen expert's weights have no effect even if they are NaN).
-
-    Args:
-        x: [R, D].
-        routing: the choice.
-        experts: [E, ...] weights.
-        config: the architecture.
-        numerics: the static choice of arithmetic.
-
-    Returns:
-        [R, D] float32.
-
-    Source: spec/model.md section 9.
-    """
-    is_chosen = routing.ids[:, :, None] == jnp.arange(config.n_routed_experts, dtype=jnp.int32)[None, None, :]
-    weights = jnp.sum(jnp.where(is_chosen, routing.weights[:, :, None], 0.0), axis=1)  # [R, E]
-    inputs = quantize_input(x, numerics)
-    gate = round_to(contract("rd,efd->erf", inputs, experts.w1.astype(x.dtype)), x.dtype)
-    up = round_to(contract("rd,efd->erf", inputs, experts.w3.astype(x.dtype)), x.dtype)
-    hidden = clamped_swiglu(gate, up, weights.T[:, :, None], config.swiglu_limit)
-    hidden = quantize_input(round_to(hidden, x.dtype), numerics)
-    outputs = round_to(contract("erf,edf->red", hidden, experts.w2.astype(x.dtype)), x.dtype)
-    chosen = jnp.take_along_axis(outputs, routing.ids[:, :, None], axis=1).astype(jnp.float32)
-    total = chosen[:, 0]
-    for choice in range(1, config.num_experts_per_tok):
-        total = total + chosen[:, choice]
-    return total
-
-
 def shared_expert(x: Array, experts: ExpertWeights, config: ModelConfig, numerics: Numerics) -> Array:
     """Compute the expert every token uses.
 
@@ -143,10 +88,18 @@ def shared_expert(x: Array, experts: ExpertWeights, config: ModelConfig, numeric
     return round_to(linear_float32(quantize_input(hidden, numerics), experts.w2), x.dtype)
 
 
+class TokenRoles(NamedTuple):
+    """What the mixture of experts must know of a row: image or text, bool [R]; there or padding, bool [R]."""
+
+    is_image: Array
+    is_valid: Array
+
+
 def moe(
     x: Array,
     weights: MoeWeights,
-    is_image: Array,
+    layer: Array | int,
+    roles: TokenRoles,
     config: ModelConfig,
     numerics: Numerics,
     tap: Tap = no_tap,
@@ -155,8 +108,9 @@ def moe(
 
     Args:
         x: [R, D].
-        weights: the layer's router and experts.
-        is_image: bool [R].
+        weights: the layer's router and shared expert; its routed experts with all layers of its stack.
+        layer: the layer's place in the stack of routed experts.
+        roles: of the rows; padding chooses no expert.
         config: the architecture.
         numerics: the static choice of arithmetic.
         tap: records intermediate values.
@@ -167,8 +121,16 @@ def moe(
     Source: spec/model.md section 9.
     """
     scores = router_scores(x, weights.gate)
-    routing = route(scores, weights.bias, weights.bias_vl, is_image, config)
-    routed = routed_experts(x, routing, weights.experts, config, numerics)
+    routing = route(scores, weights.bias, weights.bias_vl, roles.is_image, config)
+    experts = weights.experts
+    outputs = grouped_experts(
+        *(x, jnp.where(roles.is_valid[:, None], routing.ids, NOTHING), routing.weights),
+        *(experts.w1, experts.w3, experts.w2, jnp.int32(layer)),
+        swiglu_limit=config.swiglu_limit,
+        quantizes_input=numerics.quantizes_activations,
+        implementation=numerics.implementation,
+    )
+    routed = _sum_in_order(outputs)
     shared = shared_expert(x, weights.shared_experts, config, numerics)
     output = round_to(routed + shared.astype(jnp.float32), x.dtype)
     tap("gate.scores", scores)
@@ -177,3 +139,11 @@ def moe(
     tap("routed_out", routed)
     tap("shared_out", shared)
     return output
+
+
+def _sum_in_order(outputs: Array) -> Array:
+    """Add [R, K, D] over the choices, in float32 and in order, so that no layout changes the sum."""
+    total = outputs[:, 0].astype(jnp.float32)
+    for choice in range(1, outputs.shape[1]):
+        total = total + outputs[:, choice].astype(jnp.float32)
+    return total

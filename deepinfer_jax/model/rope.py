@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..arithmetic import round_to
 from ..arrays import Array
 from ..config import ModelConfig, YarnScaling
-from .numerics import round_to
 
 
 class Rotation(NamedTuple):

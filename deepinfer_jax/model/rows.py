@@ -7,12 +7,22 @@ Read next: `cache.py` (what rows read and write), `backbone.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from ..arrays import Array
+from ..kernels import RowGeometry
+
+ROW_TILE = 64
+"""Rows of one pass through the layers when results must not depend on the batch.
+
+XLA picks its algorithms by shape, so a matrix product's last bits differ between, say, 1 and 256 rows;
+at one shape a row's sum is the same wherever the row stands (spec/platform.md section 8).
+"""
 
 
 class Rows(struct.PyTreeNode):
@@ -39,6 +49,12 @@ class Rows(struct.PyTreeNode):
     rows_per_block: int = struct.field(pytree_node=False, default=1)
 
 
+def text_rows(token_ids: Array, slots: Array, positions: Array, is_valid: Array, rows_per_block: int) -> Rows:
+    """Make rows of text tokens."""
+    is_image = jnp.zeros(token_ids.shape, bool)
+    return Rows(token_ids, slots, positions, is_image, is_valid, rows_per_block=rows_per_block)
+
+
 def chunk_rows(token_ids: Array, starts: Array, num_tokens: Array) -> Rows:
     """Flatten one text chunk per slot, slots 0..B-1, into rows in blocks of a chunk.
 
@@ -52,48 +68,59 @@ def chunk_rows(token_ids: Array, starts: Array, num_tokens: Array) -> Rows:
     """
     num_slots, chunk = token_ids.shape
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None, :]
-    return Rows(
-        token_ids=token_ids.reshape(-1),
-        slots=jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), chunk),
-        positions=(starts[:, None] + offsets).reshape(-1),
-        is_image=jnp.zeros(num_slots * chunk, bool),
-        is_valid=(offsets < num_tokens[:, None]).reshape(-1),
+    return text_rows(
+        token_ids.reshape(-1),
+        jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), chunk),
+        (starts[:, None] + offsets).reshape(-1),
+        (offsets < num_tokens[:, None]).reshape(-1),
         rows_per_block=chunk,
     )
 
 
-class Lookback(NamedTuple):
-    """Earlier rows of the same slot in the same step.
+def row_tiles(rows: Rows, tile: int) -> Rows:
+    """Cut rows into tiles, the last one padded with invalid rows.
 
-    Attributes:
-        rows: int32 [R, count], row index k rows back (k = 0 is the row itself), clamped to 0.
-        is_in_step: bool [R, count], whether that row is the token k positions back.
+    Args:
+        rows: R rows.
+        tile: rows of a tile.
+
+    Returns:
+        The same fields as [tiles, tile, ...], in blocks that divide a tile.
     """
+    total = rows.token_ids.shape[0]
+    padding = -total % tile
 
-    rows: Array
-    is_in_step: Array
+    def cut(values: Array) -> Array:
+        return jnp.pad(values, (0, padding)).reshape((total + padding) // tile, tile)
+
+    tiles = jax.tree.map(cut, rows)
+    return tiles.replace(rows_per_block=math.gcd(rows.rows_per_block, tile))
 
 
-def look_back(rows: Rows, count: int) -> Lookback:
-    """Find for each row the rows that hold its `count` latest positions, itself included.
+def row_geometry(rows: Rows) -> RowGeometry:
+    """Find where each row's slot begins in this step.
 
     Args:
         rows: the step's rows.
-        count: positions to look at.
 
     Returns:
-        The row indices and whether they are of this step; the others are in the cache.
+        What kernels know of the rows.
     """
-    distance = jnp.arange(count, dtype=jnp.int32)[None, :]
-    own = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)[:, None]
-    index = jnp.maximum(own - distance, 0)
-    is_same = rows.slots[index] == rows.slots[:, None]
-    is_there = rows.positions[index] == rows.positions[:, None] - distance
-    is_valid = rows.is_valid[index] & rows.is_valid[:, None]
-    return Lookback(index, is_same & is_there & is_valid & (own >= distance))
+    own = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
+    is_same_slot = rows.slots[1:] == rows.slots[:-1]
+    is_next = rows.positions[1:] == rows.positions[:-1] + 1
+    is_continued = jnp.pad(is_same_slot & is_next & rows.is_valid[:-1], (1, 0))
+    slot_offsets = lax.cummax(jnp.where(is_continued, 0, own))
+    return RowGeometry(
+        slots=rows.slots,
+        positions=rows.positions,
+        is_valid=rows.is_valid,
+        slot_offsets=slot_offsets,
+        rows_per_block=rows.rows_per_block,
+    )
 
 
-def is_among_last(rows: Rows, count: int) -> Array:
+def is_among_last(geometry: RowGeometry, count: int) -> Array:
     """Tell the valid rows that are among the last `count` rows of their slot in this step.
 
     A ring of `count` entries is written by exactly these, so that no entry is written twice.
@@ -101,13 +128,8 @@ def is_among_last(rows: Rows, count: int) -> Array:
     Returns:
         bool [R].
     """
-    total = rows.slots.shape[0]
+    total = geometry.slots.shape[0]
     own = jnp.arange(total, dtype=jnp.int32)
     later = jnp.minimum(own + count, total - 1)
-    is_followed = (
-        (own + count < total)
-        & rows.is_valid[later]
-        & (rows.slots[later] == rows.slots)
-        & (rows.positions[later] == rows.positions + count)
-    )
-    return rows.is_valid & ~is_followed
+    is_followed = (own + count < total) & geometry.is_valid[later] & (geometry.slot_offsets[later] <= own)
+    return geometry.is_valid & ~is_followed

@@ -14,13 +14,15 @@ from flax import struct
 
 from ..arrays import Array
 from ..config import ModelConfig
+from ..kernels import RowGeometry, index_top_k, pack_rows, sparse_attention, unpack_rows
 from . import attention, compressor, indexer
-from .cache import PENDING_ROWS, Cache, CompressedCache, is_before_start, read_ring, ring_entries
+from .cache import Cache, CompressedPages, group_places, read_ring, ring_entries
 from .compressor import Projection
 from .layer import attention_input, finish_layer
+from .moe import TokenRoles
 from .numerics import Numerics
 from .rope import Rotation, rotation
-from .rows import Lookback, Rows, look_back
+from .rows import Rows, row_geometry
 from .schedule import LayerKind
 from .taps import Tap, no_tap
 from .weights import LayerWeights
@@ -34,7 +36,8 @@ class Carry(struct.PyTreeNode):
         pre_mix: float32 [R, M], the previous site's `pre`.
         cache: compressed entries and pending halves are written as sources run; its window rings
             stay as they were before the step.
-        window_rows: [L, R, H], this step's window rows, written to the rings after the last layer.
+        window_rows: [L, R, width], this step's packed window rows, written to the rings after the
+            last layer.
         selection: int32 [R, index_topk] of the latest index source.
         is_candidate: bool [R, blocks] of the candidate source.
     """
@@ -53,22 +56,22 @@ class StepContext(NamedTuple):
     Attributes:
         config: the architecture.
         numerics: the static choice of arithmetic.
-        rows: the step's rows.
+        geometry: where the step's rows stand.
+        roles: what they are.
         plain: rotation of window-only layers at the rows' positions.
         scaled: rotation of the other layers.
         group_starts: by compress ratio, rotation at the first token of the group that the row ends.
-        window: rows of the sliding window that are in this step.
-        is_in_window: bool [R, W], lookbacks that the sequence has.
+        window_starts: int32 [R], first position whose window row exists.
     """
 
     config: ModelConfig
     numerics: Numerics
-    rows: Rows
+    geometry: RowGeometry
+    roles: TokenRoles
     plain: Rotation
     scaled: Rotation
     group_starts: dict[int, Rotation]
-    window: Lookback
-    is_in_window: Array
+    window_starts: Array
 
 
 class LayerIndex(NamedTuple):
@@ -104,19 +107,19 @@ class LayerCall(NamedTuple):
 
 
 def step_context(rows: Rows, config: ModelConfig, numerics: Numerics) -> StepContext:
-    """Prepare what the layers share: rotations and window geometry."""
+    """Prepare what the layers share: rotations, and windows that reach back to the sequence's start."""
     positions = rows.positions
     return StepContext(
         config=config,
         numerics=numerics,
-        rows=rows,
+        geometry=row_geometry(rows),
+        roles=TokenRoles(rows.is_image, rows.is_valid),
         plain=rotation(config, positions, is_compressed=False),
         scaled=rotation(config, positions, is_compressed=True),
         group_starts={
             ratio: rotation(config, positions - (ratio - 1), is_compressed=True) for ratio in (1, 2)
         },
-        window=look_back(rows, config.sliding_window),
-        is_in_window=~is_before_start(rows, config.sliding_window),
+        window_starts=jnp.zeros_like(positions),
     )
 
 
@@ -134,112 +137,132 @@ def run_layer(carry: Carry, layer: LayerCall) -> Carry:
     """
     context, weights, tap = layer.context, layer.weights, layer.tap
     config, numerics = context.config, context.numerics
-    x, site = attention_input(carry.streams, carry.pre_mix, weights, config, tap)
+    x, site = attention_input(carry.streams, carry.pre_mix, weights, config, numerics, tap)
     carry, update = _attention_site(carry, x, layer)
-    is_image = context.rows.is_image
-    streams, pre_mix = finish_layer(carry.streams, update, site, weights, is_image, config, numerics, tap)
+    streams, pre_mix = finish_layer(
+        *(carry.streams, update, site, weights, layer.place.in_kind, context.roles, config, numerics, tap)
+    )
     return carry.replace(streams=streams, pre_mix=pre_mix)
 
 
-def _attention_site(
-    carry: Carry,
-    x: Array,
-    layer: LayerCall,
-) -> tuple[Carry, Array]:
-    attn, kind, index, context, tap = layer.weights.attn, layer.kind, layer.place, layer.context, layer.tap
-    rows, config, numerics = context.rows, context.config, context.numerics
+def write_source(carry: Carry, layer: LayerCall) -> Carry:
+    """Run of a KV source only what later tokens read of it: its compressor and index keys.
+
+    Args:
+        carry: state that crosses layers.
+        layer: the source.
+
+    Returns:
+        The carry with the cache written and the streams as they were.
+
+    Source: spec/model.md section 12.
+    """
+    context = layer.context
+    x, _ = attention_input(
+        *(carry.streams, carry.pre_mix, layer.weights, context.config, context.numerics, layer.tap)
+    )
+    return _write_entries(carry, x, layer)
+
+
+def _attention_site(carry: Carry, x: Array, layer: LayerCall) -> tuple[Carry, Array]:
+    attn, kind, place, context, tap = layer.weights.attn, layer.kind, layer.place, layer.context, layer.tap
+    config, numerics = context.config, context.numerics
+    formats = numerics.row_formats
     table = context.plain if kind.role == "window" else context.scaled
     queries = attention.make_queries(x, table, attn, config, numerics)
     window_row = attention.window_key_value(x, table, attn, config, numerics)
+    packed_row = pack_rows(window_row, formats.window)
     tap("attn.qr", queries.qr)
     tap("attn.q", queries.q)
-    tap("attn.window_kv", window_row)
+    tap("attn.window_kv", unpack_rows(packed_row, formats.window, x.dtype))
     if kind.is_kv_source:
         carry = _write_entries(carry, x, layer)
     if kind.is_index_source:
         carry = _select_entries(carry, x, queries.qr, layer)
-    keys = read_ring(carry.cache.window[index.layer], window_row, rows, context.window)
-    is_visible = context.is_in_window
-    if kind.ratio:
-        entries = carry.cache.compressed[kind.ratio].kv[index.source]
-        selected, is_there = attention.gather_entries(entries, rows.slots, carry.selection)
-        keys = jnp.concatenate([keys, selected], axis=1)
-        is_visible = jnp.concatenate([is_visible, is_there], axis=1)
-    o = attention.attend(queries.q, keys, is_visible, attn.attn_sink)
+    cache = carry.cache
+    o = sparse_attention(
+        *(queries.q, cache.window, jnp.int32(place.layer), packed_row),
+        cache.compressed[kind.ratio].kv if kind.ratio else None,
+        *(jnp.int32(place.source), cache.page_table, carry.selection if kind.ratio else None),
+        *(attn.attn_sink, context.geometry, context.window_starts),
+        window=config.sliding_window,
+        cache_format=formats,
+        implementation=numerics.implementation,
+    )
     o = attention.unrotate(o, table)
     tap("attn.o", o)
-    window_rows = carry.window_rows.at[index.layer].set(window_row)
+    window_rows = carry.window_rows.at[place.layer].set(packed_row)
     return carry.replace(window_rows=window_rows), attention.project_output(o, attn, config, numerics)
 
 
 def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
     """Compress the groups that end in this step and write them where they are read from."""
-    kind, index, context, tap = layer.kind, layer.place, layer.context, layer.tap
-    rows, cache, attn = context.rows, carry.cache, layer.weights.attn
+    kind, place, context, tap = layer.kind, layer.place, layer.context, layer.tap
+    cache, attn, formats = carry.cache, layer.weights.attn, context.numerics.row_formats
     projection = compressor.project(x, attn.compressor)
     pooled = projection.kv
     if projection.score is not None:
-        pair = look_back(rows, PENDING_ROWS)
         older = Projection(
-            read_ring(cache.pending_kv[index.source], projection.kv, rows, pair)[:, 1],
-            read_ring(cache.pending_score[index.source], projection.score, rows, pair)[:, 1],
+            _previous(cache.pending_kv[place.source], projection.kv, context.geometry),
+            _previous(cache.pending_score[place.source], projection.score, context.geometry),
         )
         pooled = compressor.pool_pair(older, projection)
         tap("compressor.kv", projection.kv)
         tap("compressor.score", projection.score)
-        cache = _write_pending(cache, projection, index, rows)
+        cache = _write_pending(cache, projection, place, context.geometry)
     starts = context.group_starts[kind.ratio]
     entry = compressor.make_entry(
         pooled, starts, attn.compressor, attn.indexer, context.config, context.numerics
     )
+    kv, index_key = pack_rows(entry.kv, formats.entry), pack_rows(entry.index_key, formats.index_key)
     tap("compressor.latent", entry.latent)
-    tap("attn.compressed_kv", entry.kv)
-    tap("indexer.k", entry.index_key)
+    tap("attn.compressed_kv", unpack_rows(kv, formats.entry, x.dtype))
+    tap("indexer.k", unpack_rows(index_key, formats.index_key, x.dtype))
 
-    old = cache.compressed[kind.ratio]
-    is_group_end = rows.is_valid & ((rows.positions + 1) % kind.ratio == 0)
-    # Rows that end no group aim past the last slot, and the scatter drops them.
-    slots = jnp.where(is_group_end, rows.slots, old.kv.shape[1])
-    groups = rows.positions // kind.ratio
-    new = CompressedCache(
-        kv=old.kv.at[index.source, slots, groups].set(entry.kv, mode="drop"),
-        index_keys=old.index_keys.at[index.source, slots, groups].set(entry.index_key, mode="drop"),
+    pages = cache.compressed[kind.ratio]
+    at = (place.source, *group_places(context.geometry, cache.page_table, pages, kind.ratio))
+    new = CompressedPages(
+        kv=pages.kv.at[at].set(kv, mode="drop"),
+        index_keys=pages.index_keys.at[at].set(index_key, mode="drop"),
     )
     return carry.replace(cache=cache.replace(compressed={**cache.compressed, kind.ratio: new}))
 
 
-def _write_pending(cache: Cache, projection: Projection, index: LayerIndex, rows: Rows) -> Cache:
-    slots, entries = ring_entries(rows, cache.pending_kv.shape[1], PENDING_ROWS)
-    place = (index.source, slots, entries)
+def _previous(ring: Array, step_rows: Array, geometry: RowGeometry) -> Array:
+    return read_ring(ring, step_rows, geometry, jnp.ones(1, jnp.int32))[:, 0]
+
+
+def _write_pending(cache: Cache, projection: Projection, place: LayerIndex, geometry: RowGeometry) -> Cache:
+    at = (place.source, *ring_entries(geometry, *cache.pending_kv.shape[1:3]))
     return cache.replace(
-        pending_kv=cache.pending_kv.at[place].set(projection.kv, mode="drop"),
-        pending_score=cache.pending_score.at[place].set(projection.score, mode="drop"),
+        pending_kv=cache.pending_kv.at[at].set(projection.kv, mode="drop"),
+        pending_score=cache.pending_score.at[at].set(projection.score, mode="drop"),
     )
 
 
 def _select_entries(carry: Carry, x: Array, qr: Array, layer: LayerCall) -> Carry:
     """Score all entries of each row's slot and select the best visible ones."""
     kind, context, tap, weights = layer.kind, layer.context, layer.tap, layer.weights.attn.indexer
-    rows, config = context.rows, context.config
-    queries = indexer.index_queries(qr, context.scaled, weights, config, context.numerics)
+    config, numerics, cache = context.config, context.numerics, carry.cache
+    queries = indexer.index_queries(qr, context.scaled, weights, config, numerics)
     heads = indexer.head_weights(x, weights, config)
-    per_block = rows.rows_per_block
-    blocks = rows.slots.shape[0] // per_block
-    block_slots = rows.slots.reshape(blocks, per_block)[:, 0]
-    keys = carry.cache.compressed[kind.ratio].index_keys[layer.place.source][block_slots]
-    scores = indexer.index_scores(
-        queries.reshape(blocks, per_block, *queries.shape[1:]), heads.reshape(blocks, per_block, -1), keys
-    ).reshape(rows.slots.shape[0], -1)
-    num_visible = compressor.num_visible_groups(rows.positions, kind.ratio)
-    masked = indexer.mask_invisible(scores, num_visible)
-    is_candidate = carry.is_candidate
-    if kind.candidates == "source":
-        is_candidate = indexer.candidate_blocks(masked, num_visible, config)
-        tap("indexer.candidates", is_candidate)
-    elif kind.candidates == "restricted":
-        masked = indexer.restrict_to_candidates(masked, is_candidate, config)
-    selection = indexer.select(masked, config)
-    for name, value in (("q", queries), ("weights", heads), ("score", scores), ("score_masked", masked)):
+    result = index_top_k(
+        *(queries, heads, cache.compressed[kind.ratio].index_keys, jnp.int32(layer.place.source)),
+        *(cache.page_table, compressor.num_visible_groups(context.geometry.positions, kind.ratio)),
+        *(carry.is_candidate if kind.candidates == "restricted" else None, context.geometry),
+        top_k=config.index_topk,
+        candidates=indexer.candidate_rule(kind, config),
+        key_format=numerics.row_formats.index_key,
+        want_scores=tap is not no_tap,
+        implementation=numerics.implementation,
+    )
+    for name, value in (("q", queries), ("weights", heads), ("topk_ids", result.selection)):
         tap(f"indexer.{name}", value)
-    tap("indexer.topk_ids", selection)
-    return carry.replace(selection=selection, is_candidate=is_candidate)
+    if result.scores is not None and result.masked_scores is not None:
+        tap("indexer.score", result.scores)
+        tap("indexer.score_masked", result.masked_scores)
+    carry = carry.replace(selection=result.selection)
+    if kind.candidates != "source" or result.is_candidate is None:
+        return carry
+    tap("indexer.candidates", result.is_candidate)
+    return carry.replace(is_candidate=result.is_candidate)

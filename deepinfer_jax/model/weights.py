@@ -278,9 +278,23 @@ def _engram_specs(config: ModelConfig, index: int) -> EngramWeights:
     )
 
 
-def take_layer(stack: Any, index: Any) -> Any:
-    """Take one layer of a stack; a traced index slices inside a scan without copying the stack."""
-    return jax.tree.map(lambda array: array[index], stack)
+def take_layer(stack: LayerWeights, index: Any) -> LayerWeights:
+    """Take one layer of a stack, all but its routed experts.
+
+    A traced index slices inside a scan. The routed experts stay stacked, as the kernel that reads them
+    takes the index itself: a slice handed to a loop over experts would be a copy of them all.
+
+    Args:
+        stack: equal layers.
+        index: place of the layer.
+
+    Returns:
+        The layer's weights, `ffn.experts` with all layers of the stack.
+    """
+    experts = stack.ffn.experts
+    rest = stack.replace(ffn=stack.ffn.replace(experts=None))
+    rest = jax.tree.map(lambda array: array[index], rest)
+    return rest.replace(ffn=rest.ffn.replace(experts=experts))
 
 
 def count_parameters(specs: Any) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arrays import Array
-from ..config import ModelConfig
+from ..config import PAGE_TOKENS, CacheConfig, ModelConfig
+from ..kernels import unpack_rows
 from ..model.backbone import NO_TAPS, Taps, backbone, head_logits
-from ..model.cache import Cache, empty_cache
+from ..model.cache import Cache, empty_cache, with_own_pages
 from ..model.numerics import Numerics
 from ..model.rows import Rows
 from ..model.weights import Weights
@@ -106,7 +107,33 @@ def model_step(
         Logits [R, V], the tapped values, the cache after the step.
     """
     hidden, values, cache = backbone(weights, config, rows, cache, numerics, taps)
-    return head_logits(hidden, weights), values, cache
+    return head_logits(hidden, weights, numerics), values, cache
+
+
+def fresh_cache(
+    config: ModelConfig,
+    slots: int,
+    capacity: int,
+    numerics: Numerics,
+    *,
+    slack: int = 0,
+    page_tokens: int = PAGE_TOKENS,
+) -> Cache:
+    """Make an empty cache whose slots own all the pages they can have.
+
+    Args:
+        config: the architecture.
+        slots: number of sequences B.
+        capacity: tokens of each.
+        numerics: gives the formats of stored rows.
+        slack: positions by which a sequence can be shortened.
+        page_tokens: tokens of a page.
+
+    Returns:
+        The cache.
+    """
+    sizes = CacheConfig.for_slots(slots, capacity, slack, page_tokens)
+    return with_own_pages(empty_cache(config, sizes, numerics))
 
 
 class ChunkRunner:
@@ -117,11 +144,13 @@ class ChunkRunner:
         config: the architecture.
         numerics: the choice of arithmetic.
         slots: number of sequences B.
-        capacity: tokens per sequence that the cache holds, even.
+        capacity: tokens per sequence that the cache holds.
         chunk: rows of each slot in a step; shorter chunks are padded.
         rows_per_block: a divisor of `chunk`.
         taps: names of intermediate values to collect.
         pad_token: token id of padding rows.
+        slack: positions by which a sequence can be shortened.
+        page_tokens: tokens of a page.
     """
 
     def __init__(
@@ -136,10 +165,12 @@ class ChunkRunner:
         rows_per_block: int = 1,
         taps: Taps = NO_TAPS,
         pad_token: int = 0,
+        slack: int = 0,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         self.weights, self.config, self.numerics, self.taps = weights, config, numerics, taps
         self.chunk, self.rows_per_block, self.pad_token = chunk, rows_per_block, pad_token
-        self.cache = empty_cache(config, slots, capacity, numerics)
+        self.cache = fresh_cache(config, slots, capacity, numerics, slack=slack, page_tokens=page_tokens)
         self.lengths = np.zeros(slots, np.int32)
         self.tapped: list[dict[str, np.ndarray]] = [{} for _ in range(slots)]
 
@@ -221,31 +252,43 @@ class ChunkRunner:
         Returns:
             Arrays by part of the cache, in order of position.
         """
-        return live_state(self.cache, self.config, slot, int(self.lengths[slot]))
+        return live_state(self.cache, self.config, self.numerics, slot, int(self.lengths[slot]))
 
 
-def live_state(cache: Cache, config: ModelConfig, slot: int, length: int) -> dict[str, NDArray]:
-    """Read the entries of a slot that a later token may read.
+def live_state(
+    cache: Cache, config: ModelConfig, numerics: Numerics, slot: int, length: int
+) -> dict[str, NDArray]:
+    """Read the entries of a slot that a later token may read, unpacked.
 
     Args:
         cache: the cache.
         config: the architecture.
+        numerics: gives the formats of stored rows.
         slot: the sequence.
         length: its tokens so far.
 
     Returns:
         Arrays by part of the cache, in order of position.
     """
-    window, ngram = config.sliding_window, config.engram_max_ngram_size - 1
-    latest = np.arange(max(0, length - window), length) % window
-    state = {"window": np.asarray(cache.window)[:, slot, latest]}
-    for ratio, entries in cache.compressed.items():
-        state[f"compressed_{ratio}"] = np.asarray(entries.kv)[:, slot, : length // ratio]
-        state[f"index_keys_{ratio}"] = np.asarray(entries.index_keys)[:, slot, : length // ratio]
-    pending = np.arange(length - length % 2, length) % 2
+    formats, dtype = numerics.row_formats, numerics.compute_dtype
+    latest = _latest(length, config.sliding_window)
+    window = np.asarray(cache.window)[:, slot, latest % cache.window.shape[2]]
+    state = {"window": np.asarray(unpack_rows(jnp.asarray(window), formats.window, dtype))}
+    table = np.asarray(cache.page_table)[slot]
+    for ratio, pages in cache.compressed.items():
+        groups = np.arange(length // ratio)
+        entries = pages.kv.shape[2]
+        at = (slice(None), table[groups // entries], groups % entries)
+        kv, keys = (jnp.asarray(np.asarray(part)[at]) for part in (pages.kv, pages.index_keys))
+        state[f"compressed_{ratio}"] = np.asarray(unpack_rows(kv, formats.entry, dtype))
+        state[f"index_keys_{ratio}"] = np.asarray(unpack_rows(keys, formats.index_key, dtype))
+    pending = np.arange(length - length % 2, length) % cache.pending_kv.shape[2]
     state["pending_kv"] = np.asarray(cache.pending_kv)[:, slot, pending]
     state["pending_score"] = np.asarray(cache.pending_score)[:, slot, pending]
-    state["engram_ids"] = np.asarray(cache.engram_ids)[
-        slot, np.arange(max(0, length - ngram), length) % ngram
-    ]
+    ids = np.asarray(cache.engram_ids)[slot]
+    state["engram_ids"] = ids[_latest(length, config.engram_max_ngram_size - 1) % len(ids)]
     return state
+
+
+def _latest(length: int, count: int) -> NDArray:
+    return np.arange(max(0, length - count), length)

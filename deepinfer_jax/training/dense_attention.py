@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arithmetic import contract, round_to
 from ..arrays import MASKED_SCORE, Array
 from ..config import ModelConfig
-from ..model.linear import contract
-from ..model.numerics import round_to
 
 
 def candidate_groups(masked: Array, is_visible: Array, config: ModelConfig) -> Array:

@@ -19,10 +19,10 @@ import numpy as np
 
 from ..arrays import Array
 from ..checkpoint import load_weights
-from ..config import ModelConfig
+from ..config import CacheConfig, ModelConfig
 from ..config_json import read_config
 from ..model.backbone import backbone
-from ..model.cache import empty_cache
+from ..model.cache import empty_cache, with_own_pages
 from ..model.numerics import NUMERICS, Numerics
 from ..model.rows import chunk_rows
 from ..model.weights import Weights
@@ -114,7 +114,8 @@ def evaluate_inference(
         slots, length = batch.tokens.shape
         num_tokens = jnp.sum((batch.segments == 1).astype(jnp.int32), axis=1)
         rows = chunk_rows(batch.tokens, jnp.zeros(slots, jnp.int32), num_tokens)
-        hidden, _, _ = backbone(weights, config, rows, empty_cache(config, slots, length, numerics), numerics)
+        cache = with_own_pages(empty_cache(config, CacheConfig.for_slots(slots, length), numerics))
+        hidden, _, _ = backbone(weights, config, rows, cache, numerics)
         nats, _ = token_losses(hidden.reshape(slots, length, -1), batch, weights)
         is_counted = (batch.segments == 1) & (batch.loss_weights > 0)
         return jnp.stack([jnp.sum(jnp.where(is_counted, nats, 0.0)), jnp.sum(is_counted.astype(jnp.float32))])

@@ -19,11 +19,12 @@ from jax import lax
 
 from ..arrays import MASKED_SCORE, NOTHING, Array
 from ..config import ModelConfig
-from ..model import attention, compressor, hyper, indexer
+from ..kernels import collapse, index_scores, initial_streams, rms_norm, round_rows
+from ..model import attention, compressor, indexer
 from ..model.compressor import Projection
 from ..model.engram import engram, hash_rows
 from ..model.layer import attention_input, finish_layer
-from ..model.norm import rms_norm
+from ..model.moe import TokenRoles
 from ..model.numerics import Numerics
 from ..model.rope import Rotation, rotation
 from ..model.schedule import LayerKind, layer_kind, layers_by_kind
@@ -105,7 +106,7 @@ def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingM
     context = _context(batch, config)
     table_rows = _table_rows(weights, batch, config)
     embedded = weights.embed[batch.tokens.reshape(-1)].astype(mode.numerics.compute_dtype)
-    streams, pre_mix = hyper.initial_streams(embedded, config.hc_mult)
+    streams, pre_mix = initial_streams(embedded, config.hc_mult)
     carry = SequenceCarry(streams, pre_mix, None, None, None, None)
     is_image = jnp.zeros((embedded.shape[0],), bool)
     divergences, scores, ids = [], [], []
@@ -116,16 +117,23 @@ def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingM
             arguments = (carry.streams, table_rows[:, place], weights.engram[place], is_image)
             carry = carry.replace(streams=engram(*arguments, config, mode.numerics))
         kind = layer_kind(config, layer)
-        layer_weights = take_layer(weights.layers[kind.name], members[kind].index(layer))
+        layer_weights = _single_layer(weights.layers[kind.name], members[kind].index(layer))
         run = jax.checkpoint(partial(_layer, kind=kind, config=config, mode=mode))
         carry, divergence, layer_scores, layer_ids = run(carry, layer_weights, context)
         divergences.append(divergence)
         scores.append(layer_scores)
         ids.append(layer_ids)
-    collapsed = hyper.collapse(carry.streams, carry.pre_mix)
+    collapsed = collapse(carry.streams, carry.pre_mix)
     hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
     hidden = hidden.reshape(num_sequences, length, config.hidden_size)
     return ForwardResult(hidden, jnp.sum(jnp.stack(divergences)), jnp.stack(scores), jnp.stack(ids))
+
+
+def _single_layer(stack: LayerWeights, place: int) -> LayerWeights:
+    """Take one layer, its experts as a stack of one, so that their gradient is a layer's own."""
+    layer = take_layer(stack, place)
+    experts = jax.tree.map(lambda array: array[place][None], layer.ffn.experts)
+    return layer.replace(ffn=layer.ffn.replace(experts=experts))
 
 
 def _context(batch: Batch, config: ModelConfig) -> SequenceContext:
@@ -177,12 +185,13 @@ def _layer(
     config: ModelConfig,
     mode: TrainingMode,
 ) -> tuple[SequenceCarry, Array, Array, Array]:
-    x, site = attention_input(carry.streams, carry.pre_mix, weights, config)
+    x, site = attention_input(carry.streams, carry.pre_mix, weights, config, mode.numerics)
     sequences = x.reshape(*context.segments.shape, config.hidden_size)
     carry, update, divergence = _attention(carry, sequences, weights, context, kind, config, mode)
     tapped: dict[str, Array] = {}
     streams, pre_mix = finish_layer(
-        *(carry.streams, update.reshape(x.shape), site, weights, jnp.zeros((x.shape[0],), bool)),
+        *(carry.streams, update.reshape(x.shape), site, weights, 0),
+        TokenRoles(is_image=jnp.zeros((x.shape[0],), bool), is_valid=jnp.ones((x.shape[0],), bool)),
         *(config, mode.numerics, tapped.__setitem__),
     )
     carry = carry.replace(streams=streams, pre_mix=pre_mix)
@@ -202,6 +211,7 @@ def _attention(
     table = context.plain if kind.role == "window" else context.scaled
     queries = attention.make_queries(x, table, attn, config, numerics)
     window_rows = attention.window_key_value(x, table, attn, config, numerics)
+    window_rows = round_rows(window_rows, numerics.row_formats.window)
     if kind.is_kv_source:
         kv, keys = _compress(x, weights, context.group_starts[kind.ratio], config, numerics)
         carry = carry.replace(compressed=kv, index_keys=keys)
@@ -233,8 +243,9 @@ def _compress(
     entry = compressor.make_entry(pooled, starts, attn.compressor, attn.indexer, config, numerics)
     # Index keys learn from the divergence alone; their latent is not to be bent by it.
     latent = lax.stop_gradient(entry.latent)
-    key = compressor.index_key(latent, starts, attn.indexer, config, numerics)
-    return entry.kv, key
+    key = compressor.index_key(latent, starts, attn.indexer, config)
+    formats = numerics.row_formats
+    return round_rows(entry.kv, formats.entry), round_rows(key, formats.index_key)
 
 
 def _index_scores(
@@ -250,7 +261,7 @@ def _index_scores(
     inputs = lax.stop_gradient((qr, x))
     queries = indexer.index_queries(inputs[0], table, weights.attn.indexer, config, numerics)
     heads = indexer.head_weights(inputs[1], weights.attn.indexer, config)
-    return indexer.index_scores(queries, heads, keys)
+    return index_scores(queries, heads, keys)
 
 
 def _select(

@@ -41,7 +41,7 @@ from .packing import concatenate_rows
 from .plots import plot_losses
 from .state_files import MANIFEST, config_hash, load_state, save_state
 
-UNQUANTIZED = Numerics("bfloat16", jnp.bfloat16, quantizes_activations=False, quantizes_cache=False)
+UNQUANTIZED = Numerics("bfloat16", jnp.bfloat16, quantizes_activations=False, cache_format="bf16")
 """Arithmetic of the first two phases."""
 
 BIAS_STEP = 1e-3

@@ -16,7 +16,7 @@ import optax.contrib
 
 from ..arrays import Array, Storage, is_spec, random_arrays, spec_leaves
 from ..config import ModelConfig
-from ..kernels.quantize import power_of_two_scale, round_e2m1, round_e4m3, straight_through
+from ..kernels.pallas.quantize import power_of_two_scale, round_e2m1, round_e4m3, straight_through
 from ..model.schedule import layers_by_kind
 from ..model.weights import Weights, weight_specs
 
