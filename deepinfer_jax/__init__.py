@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .config import ConfigError, ModelConfig
     from .config_json import read_config
     from .engine.llm import Completion, Model, generate, load
-    from .plans import RequestError, SamplingParams
+    from .sampling_params import RequestError, SamplingParams
 
 _HOMES = {
     "Completion": "engine.llm",
     "ConfigError": "config",
     "Model": "engine.llm",
     "ModelConfig": "config",
-    "RequestError": "plans",
-    "SamplingParams": "plans",
+    "RequestError": "sampling_params",
+    "SamplingParams": "sampling_params",
     "generate": "engine.llm",
     "load": "engine.llm",
     "read_config": "config_json",

@@ -11,7 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..plans import RequestError, SamplingParams, check_prompt
+from ..plans import PREFILL_MODES
+from ..sampling_params import RequestError, SamplingParams, check_request
 
 if TYPE_CHECKING:
     from ..engine.llm import Completion, Model
@@ -37,7 +38,31 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: 0.7)")
     parser.add_argument("--top-p", type=float, default=0.95, help="probability mass kept (default: 0.95)")
+    parser.add_argument("--top-k", type=int, default=0, help="most probable tokens kept (default: 0, all)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="share of the best kept (default: 0)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 avoids repetition")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help="above 0 avoids used tokens")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="the same, for each use")
+    parser.add_argument(
+        "--min-tokens", type=int, default=0, help="tokens before the end may come (default: 0)"
+    )
+    parser.add_argument(
+        "--stop-token-ids", default="", metavar="IDS", help="ids that end the text, as in 5,7"
+    )
+    parser.add_argument("--bad-token-ids", default="", metavar="IDS", help="ids never generated, as in 5,7")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--seed", type=int, default=0, help="64-bit seed (default: 0)")
+    parser.add_argument(
+        "--prefill",
+        default="exact",
+        choices=PREFILL_MODES,
+        help="bounded: the decoder half sees only the end of a long prompt (faster, approximate)",
+    )
+    parser.add_argument(
+        "--no-batch-invariant",
+        action="store_true",
+        help="let a prompt's tokens depend on what runs beside it (faster for a few prompts)",
+    )
     parser.add_argument("--numerics", default="official", help="official (default) or float32")
     parser.add_argument("--stats", action="store_true", help="print times to standard error")
     parser.set_defaults(run=run)
@@ -50,29 +75,38 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        min_tokens=options.min_tokens,
+        stop_token_ids=tuple(_parse_ids("--stop-token-ids", options.stop_token_ids)),
+        bad_token_ids=tuple(_parse_ids("--bad-token-ids", options.bad_token_ids)),
+        ignore_eos=options.ignore_eos,
         seed=options.seed,
     )
-    prompts = [*options.prompts, *(_parse_ids(text) for text in options.token_ids)]
+    prompts = [*options.prompts, *(_parse_ids("--token-ids", text) for text in options.token_ids)]
     if not prompts:
         raise RequestError("prompts: got none, expected a TEXT or --token-ids IDS; give at least one prompt")
 
-    from ..engine.generate import Timing
+    from ..engine.driver import DriverOptions, Timing
     from ..engine.llm import generate, load
     from ..text.stream import TextStream
 
-    model = load(options.model, options.numerics)
+    model = load(options.model, options.numerics, batch_invariant=not options.no_batch_invariant)
     loaded = time.monotonic()
-    timing = Timing()
+    timing, how = Timing(), DriverOptions(prefill=options.prefill)
     if len(prompts) == 1 and model.tokenizer is not None:
         stream = TextStream(model.tokenizer)
         # Checked before anything is printed: a refused prompt leaves standard output empty.
         ids = model.encode(prompts[0])
-        check_prompt(ids, params, model.config, "prompt 0")
+        check_request(ids, params, model.config, "prompt 0")
         _print_now(prompts[0] if isinstance(prompts[0], str) else "")
-        generate([ids], params, model, lambda _, token: _print_now(stream.push(token)), timing)
+        generate([ids], params, model, lambda _, token: _print_now(stream.push(token)), timing, how)
         _print_now(stream.finish() + "\n")
     else:
-        _print_blocks(prompts, generate(prompts, params, model, timing=timing), model)
+        _print_blocks(prompts, generate(prompts, params, model, timing=timing, options=how), model)
     if options.stats:
         rate = timing.num_decoded / timing.decoding if timing.decoding else 0.0
         print(
@@ -95,10 +129,10 @@ def _print_blocks(prompts: list[str | list[int]], completions: list[Completion],
             print((prompt if isinstance(prompt, str) else "") + completion.text)
 
 
-def _parse_ids(text: str) -> list[int]:
+def _parse_ids(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise RequestError(
-            f"--token-ids: got {text!r}, expected integers separated by commas; write them as in 0,17,4"
+            f"{option}: got {text!r}, expected integers separated by commas; write them as in 0,17,4"
         ) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import overload
@@ -20,9 +20,10 @@ from ..config import ModelConfig
 from ..config_json import read_config
 from ..model.numerics import NUMERICS, Numerics
 from ..model.weights import Weights
-from ..plans import RequestError, SamplingParams
+from ..sampling_params import RequestError, SamplingParams
 from ..text.tokenizer import Tokenizer
-from .generate import OnToken, Timing, generate_ids
+from .driver import DriverOptions, Timing, TokenLogprobs
+from .generate import OnToken, generate_ids
 from .progress import working_on
 
 NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
@@ -37,15 +38,17 @@ class Completion:
 
     Attributes:
         text: generated text, "" if the model has no tokenizer.
-        token_ids: generated tokens, without the end-of-sequence token.
+        token_ids: generated tokens, without the stop token.
         finish_reason: "stop" or "length".
         prompt_ids: tokens of the prompt.
+        logprobs: one for each token, if asked for.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     prompt_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,14 @@ class Model:
         return self.tokenizer.encode(prompt)
 
 
-def load(folder: str | Path | None = None, numerics: str = "official") -> Model:
+def load(folder: str | Path | None = None, numerics: str = "official", batch_invariant: bool = True) -> Model:
     """Load a checkpoint folder, or the embedded nano model.
 
     Args:
         folder: config.json, safetensors, and tokenizer.json or engram_token_map.npy; None for nano.
         numerics: "official" or "float32".
+        batch_invariant: whether a request's tokens are the same whatever runs beside it; without it
+            few sequences at a time run faster.
 
     Returns:
         The model, ready to generate.
@@ -105,7 +110,7 @@ def load(folder: str | Path | None = None, numerics: str = "official") -> Model:
     use_compilation_cache()
     path = NANO_FOLDER if folder is None else Path(folder)
     config = read_config(path)
-    chosen = NUMERICS[numerics]
+    chosen = replace(NUMERICS[numerics], batch_invariant=batch_invariant)
     with working_on(f"loading {path.name}"):
         weights = load_weights(path, config, chosen.compute_dtype)
     has_tokenizer = (path / "tokenizer.json").is_file()
@@ -142,6 +147,7 @@ def generate(
     model: Model | None = ...,
     on_token: OnToken | None = ...,
     timing: Timing | None = ...,
+    options: DriverOptions = ...,
 ) -> list[Completion]: ...
 def generate(
     prompts: str | list[Prompt] | list[str] | list[list[int]],
@@ -149,6 +155,7 @@ def generate(
     model: Model | None = None,
     on_token: OnToken | None = None,
     timing: Timing | None = None,
+    options: DriverOptions = DriverOptions(),  # noqa: B008 (frozen)
 ) -> Completion | list[Completion]:
     """Generate from one text, or from a list of texts and token id lists.
 
@@ -158,23 +165,29 @@ def generate(
         model: from `load`; the embedded nano model by default.
         on_token: receives (prompt number, token id) as tokens are known.
         timing: filled in.
+        options: how to run them, such as `DriverOptions(prefill="bounded")`.
 
     Returns:
         A completion for a text, a list of completions for a list.
 
     Raises:
         RequestError: a prompt or parameter that is refused, before any is run.
+        InvalidOutputError: a prompt whose logits are no distribution; the others' results are in it.
     """
     model = _default_model() if model is None else model
     many = [prompts] if isinstance(prompts, str) else prompts
     ids = [model.encode(prompt) for prompt in many]
-    generations = generate_ids(model.weights, model.config, model.numerics, ids, params, on_token, timing)
+    generations = generate_ids(
+        *(model.weights, model.config, model.numerics, ids, params, on_token, timing, options),
+        forbidden_ids=[] if model.tokenizer is None else model.tokenizer.placeholder_ids(),
+    )
     completions = [
         Completion(
             text="" if model.tokenizer is None else model.tokenizer.decode(generation.token_ids),
             token_ids=generation.token_ids,
             finish_reason=generation.finish_reason or "",
             prompt_ids=generation.prompt_ids,
+            logprobs=generation.logprobs,
         )
         for generation in generations
     ]

@@ -7,6 +7,7 @@ Read next: `training/data.py`, which encodes a corpus with it.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,9 @@ IMAGE_TEXT = "<｜deepseek_image｜>"
 
 Source: spec/checkpoint.md section 5, spec/recipe.md section 2.
 """
+
+PLACEHOLDER = re.compile("image|place[▁_]holder")
+"""Found in the spelling of tokens that stand for images, or for nothing yet."""
 
 
 class TokenizerError(ValueError):
@@ -108,6 +112,17 @@ class Tokenizer:
                 "of this architecture; use the tokenizer.json that belongs to the checkpoint"
             )
         return found
+
+    def placeholder_ids(self) -> list[int]:
+        """List the added tokens that stand for images or for nothing: no text has them, so none is sampled.
+
+        Returns:
+            Their ids in order.
+
+        Source: spec/checkpoint.md section 5, spec/vision.md (sampling).
+        """
+        added = self._backend.get_added_tokens_decoder()
+        return sorted(i for i, token in added.items() if PLACEHOLDER.search(token.content))
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Encode one text; spellings of special tokens inside it become their ids.
