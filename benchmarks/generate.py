@@ -46,7 +46,7 @@ def measure_decode(batch: int, max_tokens: int, repeats: int) -> dict[str, Any]:
         The fields of a result.
     """
     from deepinfer_jax import SamplingParams, generate, load
-    from deepinfer_jax.engine.generate import Timing
+    from deepinfer_jax.engine.driver import Timing
 
     model = load()
     params = [
@@ -91,7 +91,7 @@ def measure_first_token(repeats: int) -> dict[str, Any]:
     }
 
 
-def describe_run(arguments: list[str]) -> dict[str, Any]:
+def describe_run(arguments: list[str], script: str = "benchmarks/generate.py") -> dict[str, Any]:
     """Say where, when and by which command a number was measured."""
     import jax
 
@@ -102,7 +102,7 @@ def describe_run(arguments: list[str]) -> dict[str, Any]:
         "device": device.device_kind if device.platform != "cpu" else "cpu",
         "jax": jax.__version__,
         "commit": commit or "unknown",
-        "command": shlex.join(["python", "benchmarks/generate.py", *arguments]),
+        "command": shlex.join(["python", script, *arguments]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
