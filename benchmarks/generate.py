@@ -107,6 +107,22 @@ def describe_run(arguments: list[str], script: str = "benchmarks/generate.py") -
     }
 
 
+def append_results(results: list[dict[str, Any]], about: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Append results to the file of their device, one JSON line each, and give the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{about['device'].lower().replace(' ', '_')}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**result, **about}) + "\n" for result in results)
+    return path
+
+
+def print_results(results: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Print the table of a run."""
+    print(f"{about['device']}, JAX {about['jax']}, commit {about['commit'][:9]}")
+    for result in results:
+        print(f"  {result['name']:<72}{result['value']:>18,} {result['unit']}")
+
+
 def main(arguments: list[str]) -> None:
     """Measure, append to the results of this device, print a table."""
     parser = argparse.ArgumentParser(description="Measure generation with the embedded model.")
@@ -121,13 +137,8 @@ def main(arguments: list[str]) -> None:
     ]
     results.append(measure_first_token(options.repeats))
     about = describe_run(arguments)
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{about['device'].lower().replace(' ', '_')}.jsonl"
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**result, **about}) + "\n" for result in results)
-    print(f"{about['device']}, JAX {about['jax']}, commit {about['commit'][:9]}")
-    for result in results:
-        print(f"  {result['name']:<40}{result['value']:>10,} {result['unit']}")
+    path = append_results(results, about, options.results)
+    print_results(results, about)
     print(f"appended to {path} after {time.monotonic() - started:.0f} s")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from generate import RESULTS, describe_run
+from generate import append_results, describe_run, print_results
 
 from deepinfer_jax import kernels
 from deepinfer_jax.kernels.cases import RELEASED
@@ -82,21 +81,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--implementation", default=None, help="a name (default: the best)")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls after a warm-up (default: 20)")
     options = parser.parse_args(arguments)
+    about = describe_run(arguments, "benchmarks/kernels.py")
     results = [measure_copy(options.repeats)]
+    append_results(results, about)
     for name in OPS:
         table = importlib.import_module(f"deepinfer_jax.kernels.pallas.{name}.cases").CASES
         for case in table:
             if case.name in options.case if options.case else RELEASED in case.tags:
                 results.append(measure(name, case, options.implementation, options.repeats))
-                print(json.dumps(results[-1]), flush=True)
-    about = describe_run(arguments, "benchmarks/kernels.py")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{about['device'].lower().replace(' ', '_')}.jsonl"
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**result, **about}) + "\n" for result in results)
-    print(f"{about['device']}, JAX {about['jax']}, commit {about['commit'][:9]}")
-    for result in results:
-        print(f"  {result['name']:<48}{result['value']:>14,} {result['unit']}")
+                append_results(results[-1:], about)
+    print_results(results, about)
 
 
 if __name__ == "__main__":

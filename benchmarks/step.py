@@ -11,7 +11,6 @@ configuration alone. Prints a table and appends one JSON line for each number to
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from generate import RESULTS, describe_run
+from generate import append_results, describe_run, print_results
 
 from deepinfer_jax.checkpoint.names import tensor_table
 from deepinfer_jax.config import CacheConfig, ModelConfig
@@ -162,40 +161,38 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument("--variant", action="store_true", help="also without batch invariance")
     options = parser.parse_args(arguments)
-    config = released_cut()
+    config, about, results = released_cut(), describe_run(arguments, "benchmarks/step.py"), []
+
+    def record(found: list[dict[str, Any]]) -> None:
+        results.extend(found)
+        append_results(found, about)
+
     before = bytes_in_use()
     started = time.perf_counter()
     draw = jax.jit(lambda key: random_resident_weights(config, key))
     weights = jax.block_until_ready(draw(jax.random.key(0)))
     drawn = time.perf_counter() - started
-    results = [
-        {
-            "name": "weights",
-            "value": tree_bytes(weights),
-            "unit": "bytes",
-            "expected": expected_weight_bytes(config),
-            "allocated": None if before is None else bytes_in_use() - before,
-            "drawn_in_s": round(drawn, 1),
-        }
-    ]
-    print(json.dumps(results[0]), flush=True)
+    record(
+        [
+            {
+                "name": "weights",
+                "value": tree_bytes(weights),
+                "unit": "bytes",
+                "expected": expected_weight_bytes(config),
+                "allocated": None if before is None else bytes_in_use() - before,
+                "drawn_in_s": round(drawn, 1),
+            }
+        ]
+    )
     choices = [OFFICIAL, replace(OFFICIAL, batch_invariant=False)][: 2 if options.variant else 1]
     for slots in options.slots or (1, 8, 64):
         for numerics in choices:
-            results += measure(weights, config, numerics, slots, options.context, options.steps)
-            print(json.dumps(results[-3:]), flush=True)
-    results.append(check_row_invariance(weights, config, OFFICIAL))
+            record(measure(weights, config, numerics, slots, options.context, options.steps))
+    record([check_row_invariance(weights, config, OFFICIAL)])
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None:
-        results.append({"name": "peak", "value": int(stats["peak_bytes_in_use"]), "unit": "bytes"})
-    about = describe_run(arguments, "benchmarks/step.py")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{about['device'].lower().replace(' ', '_')}.jsonl"
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**result, **about}) + "\n" for result in results)
-    print(f"{about['device']}, JAX {about['jax']}, commit {about['commit'][:9]}")
-    for result in results:
-        print(f"  {result['name']:<72}{result['value']:>18,} {result['unit']}")
+        record([{"name": "peak", "value": int(stats["peak_bytes_in_use"]), "unit": "bytes"}])
+    print_results(results, about)
 
 
 if __name__ == "__main__":
