@@ -4,7 +4,7 @@ Prints a small table and appends one JSON line for each number to `benchmarks/re
 Everything is measured after a warm-up with the same shapes, so that no compilation is counted; the
 second process finds its programs in the compilation cache, as a user's second command does.
 
-    python benchmarks/generate.py [--batch 1 --batch 32] [--max-tokens 96] [--repeats 3]
+    python benchmarks/generate.py [--batch 1 --batch 8 --batch 64] [--max-tokens 96] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ print(time.monotonic() - started)
 """What the second process runs: its clock starts before the package is imported."""
 
 
-def measure_decode(batch: int, max_tokens: int, repeats: int) -> dict[str, Any]:
+def measure_decode(batch: int, max_tokens: int, repeats: int, batch_invariant: bool) -> dict[str, Any]:
     """Measure decode steps after a warm-up.
 
     Args:
         batch: prompts that run together.
         max_tokens: tokens of each; all but the first are decoded.
         repeats: measured calls, of which the median counts.
+        batch_invariant: whether rows run in fixed tiles.
 
     Returns:
         The fields of a result.
@@ -48,7 +49,7 @@ def measure_decode(batch: int, max_tokens: int, repeats: int) -> dict[str, Any]:
     from deepinfer_jax import SamplingParams, generate, load
     from deepinfer_jax.engine.driver import Timing
 
-    model = load()
+    model = load(batch_invariant=batch_invariant)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.95, seed=seed, ignore_eos=True)
         for seed in range(batch)
@@ -60,7 +61,7 @@ def measure_decode(batch: int, max_tokens: int, repeats: int) -> dict[str, Any]:
         if repeat:
             rates.append(timing.num_decoded / timing.decoding)
     return {
-        "name": f"decode, batch {batch}",
+        "name": f"decode, batch {batch}, batch_invariant={batch_invariant}",
         "value": round(statistics.median(rates), 1),
         "unit": "tokens/s",
         "repeats": repeats,
@@ -126,14 +127,16 @@ def print_results(results: list[dict[str, Any]], about: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> None:
     """Measure, append to the results of this device, print a table."""
     parser = argparse.ArgumentParser(description="Measure generation with the embedded model.")
-    parser.add_argument("--batch", type=int, action="append", help="may be given more than once (1 and 32)")
+    parser.add_argument("--batch", type=int, action="append", help="may be given more than once (1, 8, 64)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each prompt (default: 96)")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs after a warm-up (default: 3)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     results = [
-        measure_decode(batch, options.max_tokens, options.repeats) for batch in options.batch or (1, 32)
+        measure_decode(batch, options.max_tokens, options.repeats, batch_invariant)
+        for batch in options.batch or (1, 8, 64)
+        for batch_invariant in (True, False)
     ]
     results.append(measure_first_token(options.repeats))
     about = describe_run(arguments)
