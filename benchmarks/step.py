@@ -1,11 +1,11 @@
-"""Measure decode steps of a cut model of the released widths, or of nano: time, memory, row invariance.
+"""Measure decode steps of a cut model of the released widths: time, memory, row invariance.
 
 Weights are drawn on the device in the released storage; a short prompt runs in every slot, then slots are
 put at the given context length and decode steps are timed. Memory is compared with arithmetic from the
 configuration alone. Prints a table and appends one JSON line for each number to
 `benchmarks/results/<device>.jsonl`.
 
-    python benchmarks/step.py [--model cut] [--slots 1 --slots 8 --slots 64] [--context 8192] [--steps 20]
+    python benchmarks/step.py [--slots 1 --slots 8 --slots 64] [--context 8192] [--steps 20] [--variant]
 """
 
 from __future__ import annotations

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import ConfigError, ModelConfig
     from .config_json import read_config
+    from .engine.driver import DriverOptions
     from .engine.llm import Completion, Model, generate, load
-    from .sampling_params import RequestError, SamplingParams
+    from .sampling_params import InvalidOutputError, RequestError, SamplingParams
 
 _HOMES = {
     "Completion": "engine.llm",
     "ConfigError": "config",
+    "DriverOptions": "engine.driver",
+    "InvalidOutputError": "sampling_params",
     "Model": "engine.llm",
     "ModelConfig": "config",
     "RequestError": "sampling_params",
@@ -30,6 +33,8 @@ _HOMES = {
 __all__ = [
     "Completion",
     "ConfigError",
+    "DriverOptions",
+    "InvalidOutputError",
     "Model",
     "ModelConfig",
     "RequestError",

@@ -40,6 +40,18 @@ class RequestError(ValueError):
     """A request that is refused at the boundary: what, got, expected, how to fix."""
 
 
+class InvalidOutputError(RuntimeError):
+    """Some requests ended because the model's output was no distribution; the others are finished.
+
+    Attributes:
+        generations: results of all prompts, in order.
+    """
+
+    def __init__(self, message: str, generations: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.generations = generations
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen; `sampling/sample.py` says in which order the controls apply.

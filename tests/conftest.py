@@ -6,12 +6,16 @@ Read next: `test_layering.py`, the rules of the tree; tolerances are in `deepinf
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count=8"
 CACHE_DIR = Path(__file__).parents[1] / ".jax_cache"
+GOLDEN = Path(__file__).parent / "golden"
 
 # Through the environment, so that the processes that tests start inherit it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +30,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+
+from deepinfer_jax.config_json import parse_config  # noqa: E402
+from deepinfer_jax.testing.presets import SMALLEST  # noqa: E402
 
 # Only in this process: what tests start runs with a user's settings.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -58,3 +65,19 @@ def without_compilation_cache():
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def smallest_document() -> dict[str, Any]:
+    """A config.json that says `SMALLEST` in the official mixed storage."""
+    document = json.loads((GOLDEN / "tiny_fp8fp4" / "config.json").read_text())
+    text = document["text_config"]
+    for key in [key for key in text if key.startswith("dspark") or key == "num_nextn_predict_layers"]:
+        del text[key]
+    for key in ("num_hidden_layers", "compress_ratios", "kv_source_layer_ids", "index_source_layer_ids"):
+        text[key] = getattr(SMALLEST, key)
+    for key in ("candidate_source_layer_id", "engram_layer_ids", "engram_num_embeddings"):
+        text[key] = getattr(SMALLEST, key)
+    document = json.loads(json.dumps(document))
+    assert parse_config(document) == replace(SMALLEST, is_quantized=True)
+    return document

@@ -1,81 +1,142 @@
-"""Requests checked and cut into steps, on the host alone.
+"""Prompts cut into steps, and the buckets of step shapes, on the host alone.
 
-Read next: `test_step.py`.
+Read next: `test_step.py`, the device side; `test_sampling_params.py`, what a request may ask for.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer_jax.arrays import NOTHING
+from deepinfer_jax.config import PAGE_TOKENS
 from deepinfer_jax.plans import (
-    CAPACITY_BUCKETS,
-    CHUNK_BUCKETS,
+    LOGPROB_BUCKETS,
+    PAGE_BUCKETS,
+    ROW_BUCKETS,
+    ROWS_PER_BLOCK,
     SLOT_BUCKETS,
-    RequestError,
-    SamplingParams,
+    PrefillPlan,
+    PromptSpan,
     bucket_for,
-    check_prompt,
     prefill_plans,
 )
-from deepinfer_jax.testing.presets import TINY
+from deepinfer_jax.sampling_params import MAX_LOGPROBS, RequestError
 
-LIMIT = TINY.max_position_embeddings
-
-prompt_lists = st.lists(
-    st.integers(1, 700).flatmap(
-        lambda n: st.integers(0, 99).map(lambda start: [start + i for i in range(n)])
-    ),
-    min_size=1,
-    max_size=4,
-)
+SLOTS = 5
 
 
-@given(prompts=prompt_lists)
-def test_plans_hold_every_prompt_once_and_in_order(prompts: list[list[int]]) -> None:
-    plans = prefill_plans(prompts, num_slots=4)
-    assert {plan.token_ids.shape for plan in plans} == {(4, plans[0].token_ids.shape[1])}
-    assert plans[0].token_ids.shape[1] in CHUNK_BUCKETS
-    for slot, prompt in enumerate(prompts):
-        parts = [plan.token_ids[slot, : plan.num_tokens[slot]] for plan in plans]
-        assert np.concatenate(parts).tolist() == prompt
-        ends = [bool(plan.is_last[slot]) for plan in plans]
-        assert sum(ends) == 1
-        assert sum(int(plan.num_tokens[slot]) for plan in plans[: ends.index(True) + 1]) == len(prompt)
+def make_span(slot: int, length: int, start: int = 0, stop: int | None = None) -> PromptSpan:
+    """A span of a prompt whose tokens tell slot and position."""
+    token_ids = np.arange(length, dtype=np.int32) + 10_000 * (slot + 1)
+    return PromptSpan(slot, token_ids, start, length if stop is None else stop)
 
 
-@given(prompts=prompt_lists)
-def test_slots_without_a_prompt_do_nothing(prompts: list[list[int]]) -> None:
-    for plan in prefill_plans(prompts, num_slots=4):
-        unused = slice(len(prompts), None)
-        assert not plan.num_tokens[unused].any()
-        assert not plan.is_last[unused].any()
+@st.composite
+def span_lists(draw: st.DrawFn) -> list[PromptSpan]:
+    """At most one span a slot, in any order; some empty, some that end before their prompt does."""
+    spans = []
+    for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(0, SLOTS))]:
+        length = draw(st.integers(1, 600))
+        start, stop = sorted(draw(st.tuples(st.integers(0, length), st.integers(0, length))))
+        spans.append(make_span(slot, length, start, length if draw(st.booleans()) else stop))
+    return spans
+
+
+max_rows = st.sampled_from(ROW_BUCKETS)
+max_chunks = st.sampled_from([None, 1, 5, 16, 17, 100, 1000])
+
+
+def rows_of(plan: PrefillPlan, slot: int) -> np.ndarray:
+    return np.flatnonzero(plan.is_valid & (plan.slots == slot))
+
+
+@given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
+def test_every_token_comes_once_and_in_order(spans: list[PromptSpan], rows: int, chunk: int | None) -> None:
+    plans = prefill_plans(spans, SLOTS, rows, chunk)
+    for span in spans:
+        places = [(plan, row) for plan in plans for row in rows_of(plan, span.slot)]
+        assert [int(plan.positions[row]) for plan, row in places] == list(range(span.start, span.stop))
+        tokens = [int(plan.token_ids[row]) for plan, row in places]
+        assert tokens == span.token_ids[span.start : span.stop].tolist()
+    total = sum(int(plan.is_valid.sum()) for plan in plans)
+    assert total == sum(span.stop - span.start for span in spans)
+
+
+@given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
+def test_rows_of_a_slot_are_adjacent_and_blocks_have_one_slot(
+    spans: list[PromptSpan], rows: int, chunk: int | None
+) -> None:
+    for plan in prefill_plans(spans, SLOTS, rows, chunk):
+        for slot in range(SLOTS):
+            places = rows_of(plan, slot)
+            if len(places):
+                assert places[0] % ROWS_PER_BLOCK == 0
+                np.testing.assert_array_equal(places, np.arange(places[0], places[0] + len(places)))
+        # A block's padding stands behind its tokens and has their slot, too.
+        valid = plan.is_valid.reshape(-1, ROWS_PER_BLOCK)
+        slots = plan.slots.reshape(-1, ROWS_PER_BLOCK)
+        assert (slots == slots[:, :1]).all()
+        assert (valid[:, :-1] >= valid[:, 1:]).all()
+
+
+@given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
+def test_last_rows_stand_where_prompts_end(spans: list[PromptSpan], rows: int, chunk: int | None) -> None:
+    plans = prefill_plans(spans, SLOTS, rows, chunk)
+    ends = {span.slot: span for span in spans if span.start < span.stop == len(span.token_ids)}
+    found = [(slot, plan) for plan in plans for slot in range(SLOTS) if plan.last_rows[slot] != NOTHING]
+    assert sorted(slot for slot, _ in found) == sorted(ends)
+    for slot, plan in found:
+        row = plan.last_rows[slot]
+        assert plan.is_valid[row] and plan.slots[row] == slot
+        assert plan.positions[row] == len(ends[slot].token_ids) - 1
+
+
+@given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
+def test_steps_are_as_full_as_they_get_and_no_larger(
+    spans: list[PromptSpan], rows: int, chunk: int | None
+) -> None:
+    plans = prefill_plans(spans, SLOTS, rows, chunk)
+    for number, plan in enumerate(plans):
+        counts = {slot: len(rows_of(plan, slot)) for slot in range(SLOTS)}
+        assert max(counts.values()) <= (chunk or rows)
+        used = sum(-(-count // ROWS_PER_BLOCK) * ROWS_PER_BLOCK for count in counts.values())
+        assert 0 < used <= rows
+        assert {len(array) for array in plan[:-1]} == {bucket_for(used, ROW_BUCKETS, "rows")}
+        assert len(plan.last_rows) == SLOTS
+        later = {slot for slot in range(SLOTS) if any(len(rows_of(p, slot)) for p in plans[number + 1 :])}
+        assert used == rows or all(counts[slot] == chunk for slot in later)
 
 
 @pytest.mark.parametrize(
-    ("length", "chunk", "count"),
-    [(1, 16, 1), (16, 16, 1), (17, 64, 1), (64, 64, 1), (65, 256, 1), (256, 256, 1), (257, 256, 2)],
+    ("lengths", "rows"),
+    [
+        ([1], [64]),
+        ([64], [64]),
+        ([65], [256]),
+        ([17, 17], [64]),
+        ([17, 17, 1], [256]),
+        ([256], [256]),
+        ([257], [256, 64]),
+        ([256, 300, 255], [256, 256, 256, 64]),
+        ([1] * 17, [256, 64]),
+    ],
 )
-def test_chunks_are_the_smallest_bucket_that_fits(length: int, chunk: int, count: int) -> None:
-    plans = prefill_plans([[1] * length, [2]], num_slots=2)
-    assert [plan.token_ids.shape for plan in plans] == [(2, chunk)] * count
+def test_steps_have_the_smallest_bucket_that_fits(lengths: list[int], rows: list[int]) -> None:
+    spans = [make_span(slot, length) for slot, length in enumerate(lengths)]
+    assert [len(plan.token_ids) for plan in prefill_plans(spans, 17)] == rows
 
 
-def test_a_prompt_that_fills_its_chunk_ends_there_and_not_in_the_next() -> None:
-    plans = prefill_plans([[1] * 256, [2] * 300, [3] * 255], num_slots=4)
-    assert [plan.is_last.tolist() for plan in plans] == [
-        [True, False, True, False],
-        [False, True, False, False],
-    ]
+def test_a_prompt_that_fills_its_step_ends_there_and_not_in_the_next() -> None:
+    plans = prefill_plans([make_span(0, 256), make_span(1, 3)], 2)
+    assert [plan.last_rows.tolist() for plan in plans] == [[255, NOTHING], [NOTHING, 2]]
 
 
-@pytest.mark.parametrize("buckets", [SLOT_BUCKETS, CHUNK_BUCKETS, CAPACITY_BUCKETS])
+@pytest.mark.parametrize("buckets", [SLOT_BUCKETS, ROW_BUCKETS, PAGE_BUCKETS, LOGPROB_BUCKETS])
 def test_buckets_are_the_smallest_that_hold(buckets: tuple[int, ...]) -> None:
     assert list(buckets) == sorted(set(buckets))
     for smaller, larger in itertools.pairwise(buckets):
@@ -85,50 +146,8 @@ def test_buckets_are_the_smallest_that_hold(buckets: tuple[int, ...]) -> None:
         bucket_for(buckets[-1] + 1, buckets, "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("max_tokens", value) for value in (-1, 1.5, True, "8", None)],
-        *[("temperature", value) for value in (-0.1, math.inf, math.nan, "1", None)],
-        *[("top_p", value) for value in (0, 0.0, -0.5, 1.01, math.nan, "1", None)],
-        *[("seed", value) for value in (-1, 2**64, 0.5, None)],
-    ],
-)
-def test_sampling_parameters_out_of_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(RequestError) as raised:
-        SamplingParams(**{name: value})
-    message = str(raised.value)
-    assert message.startswith(f"{name}: got {value!r}, expected ")
-    assert message.endswith(f"change the request's {name}")
-
-
-def test_sampling_parameters_at_the_edges_are_accepted() -> None:
-    SamplingParams(max_tokens=0, temperature=0, top_p=1, seed=2**64 - 1)
-    SamplingParams(temperature=1e30, top_p=1e-30, seed=0)
-    # NumPy's numbers are numbers.
-    SamplingParams(np.int64(3), np.float32(0.5), np.float32(0.5), np.uint64(2**64 - 1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "parts"),
-    [
-        ([], 1, ["got no tokens", "expected at least one", "give a non-empty prompt"]),
-        ([128], 1, ["got token id 128", "expected ids in 0..127", "tokenizer"]),
-        ([5, -1], 1, ["got token id -1", "expected ids in 0..127"]),
-        ([5, 1.0], 1, ["got token id 1.0", "expected ids in 0..127"]),
-        ([True], 1, ["got token id True", "expected ids in 0..127"]),
-        ([5] * LIMIT, 1, [f"got {LIMIT} prompt tokens + max_tokens 1", f"at most {LIMIT}", "shorten"]),
-        ([5], LIMIT, [f"max_tokens {LIMIT} = {LIMIT + 1}", "lower max_tokens"]),
-    ],
-)
-def test_prompts_that_cannot_run_are_refused(prompt: list[Any], max_tokens: int, parts: list[str]) -> None:
-    with pytest.raises(RequestError) as raised:
-        check_prompt(prompt, SamplingParams(max_tokens=max_tokens), TINY, "prompt 3")
-    message = str(raised.value)
-    assert message.startswith("prompt 3: ")
-    assert [part for part in parts if part not in message] == [], message
-
-
-def test_a_prompt_may_fill_every_position() -> None:
-    check_prompt([0, 127] * (LIMIT // 2), SamplingParams(max_tokens=0), TINY, "prompt")
-    check_prompt([5], SamplingParams(max_tokens=LIMIT - 1), TINY, "prompt")
+def test_buckets_fit_what_they_count() -> None:
+    assert all(rows % ROWS_PER_BLOCK == 0 for rows in ROW_BUCKETS)
+    assert LOGPROB_BUCKETS == (0, MAX_LOGPROBS)
+    # The released model's positions.
+    assert PAGE_BUCKETS[-1] * PAGE_TOKENS == 2**20

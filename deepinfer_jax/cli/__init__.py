@@ -11,6 +11,11 @@ import argparse
 import sys
 from typing import NoReturn
 
+from ..sampling_params import InvalidOutputError
+
+EXIT_FAILED = 1
+"""Exit code for a model whose output was no distribution."""
+
 EXIT_REFUSED = 2
 """Exit code for input that is refused."""
 
@@ -29,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: words after the program's name, the process's own by default.
 
     Returns:
-        The exit code: 0 done, 2 input refused.
+        The exit code: 0 done, 1 invalid model output, 2 input refused.
     """
     from . import generate, params
 
@@ -50,3 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         print(f"deepinfer_jax {options.verb}: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except InvalidOutputError as error:
+        print(f"deepinfer_jax {options.verb}: {error}", file=sys.stderr)
+        return EXIT_FAILED

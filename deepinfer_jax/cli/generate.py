@@ -64,6 +64,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         help="let a prompt's tokens depend on what runs beside it (faster for a few prompts)",
     )
     parser.add_argument("--numerics", default="official", help="official (default) or float32")
+    parser.add_argument("--cache-format", help="fp4, fp8, bf16 or float32 (default: the numerics' own)")
     parser.add_argument("--stats", action="store_true", help="print times to standard error")
     parser.set_defaults(run=run)
 
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     from ..engine.llm import generate, load
     from ..text.stream import TextStream
 
-    model = load(options.model, options.numerics, batch_invariant=not options.no_batch_invariant)
+    model = load(options.model, options.numerics, not options.no_batch_invariant, options.cache_format)
     loaded = time.monotonic()
     timing, how = Timing(), DriverOptions(prefill=options.prefill)
     if len(prompts) == 1 and model.tokenizer is not None:

@@ -15,23 +15,11 @@ from ..config import ModelConfig
 from ..model.numerics import Numerics
 from ..model.weights import Weights
 from ..plans import SLOT_BUCKETS
-from ..sampling_params import RequestError, SamplingParams, check_request
+from ..sampling_params import InvalidOutputError, RequestError, SamplingParams, check_request
 from .driver import INVALID_REASON, Driver, DriverOptions, Generation, Timing
 
 type OnToken = Callable[[int, int], None]
 """Called with (prompt number, token id) for each generated token."""
-
-
-class InvalidOutputError(RuntimeError):
-    """Some requests ended because the model's output was no distribution; the others are finished.
-
-    Attributes:
-        generations: of all prompts, in order.
-    """
-
-    def __init__(self, message: str, generations: list[Generation]) -> None:
-        super().__init__(message)
-        self.generations = generations
 
 
 def generate_ids(

@@ -90,7 +90,12 @@ class Model:
         return self.tokenizer.encode(prompt)
 
 
-def load(folder: str | Path | None = None, numerics: str = "official", batch_invariant: bool = True) -> Model:
+def load(
+    folder: str | Path | None = None,
+    numerics: str = "official",
+    batch_invariant: bool = True,
+    cache_format: str | None = None,
+) -> Model:
     """Load a checkpoint folder, or the embedded nano model.
 
     Args:
@@ -98,6 +103,8 @@ def load(folder: str | Path | None = None, numerics: str = "official", batch_inv
         numerics: "official" or "float32".
         batch_invariant: whether a request's tokens are the same whatever runs beside it; without it
             few sequences at a time run faster.
+        cache_format: "fp4", "fp8", "bf16" or "float32": how the cache is rounded and stored; that of the
+            numerics by default.
 
     Returns:
         The model, ready to generate.
@@ -111,6 +118,8 @@ def load(folder: str | Path | None = None, numerics: str = "official", batch_inv
     path = NANO_FOLDER if folder is None else Path(folder)
     config = read_config(path)
     chosen = replace(NUMERICS[numerics], batch_invariant=batch_invariant)
+    if cache_format is not None:
+        chosen = replace(chosen, cache_format=cache_format)
     with working_on(f"loading {path.name}"):
         weights = load_weights(path, config, chosen.compute_dtype)
     has_tokenizer = (path / "tokenizer.json").is_file()
@@ -139,7 +148,14 @@ def use_compilation_cache() -> Path:
 
 
 @overload
-def generate(prompts: str, params: SamplingParams = ..., model: Model | None = ...) -> Completion: ...
+def generate(
+    prompts: str,
+    params: SamplingParams = ...,
+    model: Model | None = ...,
+    on_token: OnToken | None = ...,
+    timing: Timing | None = ...,
+    options: DriverOptions = ...,
+) -> Completion: ...
 @overload
 def generate(
     prompts: list[Prompt] | list[str] | list[list[int]],

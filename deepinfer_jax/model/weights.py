@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from flax import struct
 
-from ..arrays import ArraySpec, Initializer, Storage, is_spec
+from ..arrays import ArraySpec, Initializer, QuantArray, Storage, is_spec
 from ..config import ModelConfig
+from ..kernels import weight_values
 from .schedule import LayerKind, layers_by_kind
 
 _ONES = Initializer(constant=1.0, noise=0.05)
@@ -295,6 +296,23 @@ def take_layer(stack: LayerWeights, index: Any) -> LayerWeights:
     rest = stack.replace(ffn=stack.ffn.replace(experts=None))
     rest = jax.tree.map(lambda array: array[index], rest)
     return rest.replace(ffn=rest.ffn.replace(experts=experts))
+
+
+def plain_weights(weights: Any, dtype: Any) -> Any:
+    """Decode all quantised weights of a tree, for gradients and for reading values.
+
+    Args:
+        weights: a tree of arrays and `QuantArray`.
+        dtype: of what is decoded, float32 or bfloat16.
+
+    Returns:
+        The same tree with arrays only.
+    """
+
+    def decode(weight: Any) -> Any:
+        return weight_values(weight, dtype) if isinstance(weight, QuantArray) else weight
+
+    return jax.tree.map(decode, weights, is_leaf=lambda weight: isinstance(weight, QuantArray))
 
 
 def count_parameters(specs: Any) -> int:

@@ -7,12 +7,14 @@ Read next: `golden.py`, which feeds them.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import Array, random_arrays, random_resident_arrays
+from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, random_arrays, random_resident_arrays
+from ..checkpoint.formats import quantize
 from ..config import DraftConfig, ModelConfig, YarnScaling
 from ..model.engram import primes_above
 from ..model.weights import Weights, weight_specs
@@ -231,3 +233,30 @@ def random_resident_weights(
     """
     weights = random_resident_arrays(weight_specs(config), key, dtype)
     return weights.replace(token_map=random_token_map(config))
+
+
+def as_resident(weights: Weights, config: ModelConfig) -> Weights:
+    """Round plain weights to the released storage and keep them as its bytes.
+
+    Args:
+        weights: plain arrays, stacked as declared.
+        config: the architecture.
+
+    Returns:
+        The same weights, `QuantArray` where the released checkpoint is quantised.
+    """
+
+    def convert(spec: ArraySpec, stack: Any) -> Any:
+        if not spec.storage.is_quantized:
+            return stack
+        host = np.asarray(stack)
+        parts = [quantize(spec.storage, host[index], name) for index, name in spec.tensors()]
+        lead = host.shape[: host.ndim - len(spec.shape)]
+        payload, scales = (np.stack(part).reshape(*lead, *part[0].shape) for part in zip(*parts, strict=True))
+        if spec.storage is Storage.MXFP4:
+            payload = payload.view(np.uint8)
+        return QuantArray(jnp.asarray(payload), jnp.asarray(scales.view(np.uint8)), spec.storage, spec.axes)
+
+    plain = weights.replace(token_map=None)
+    converted = jax.tree.map(convert, weight_specs(config), plain, is_leaf=is_spec)
+    return converted.replace(token_map=weights.token_map)

@@ -6,9 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
+
+from deepinfer_jax.arrays import QuantArray
+from deepinfer_jax.checkpoint.formats import dequantize
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -86,3 +91,19 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def plain() -> Callable[[Any], Any]:
+    """Replace the quantised weights of a tree by their float32 values, on the host."""
+
+    def decode(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantArray):
+            return leaf
+        payload, scales = np.asarray(leaf.payload), np.asarray(leaf.scales)
+        values = np.empty(leaf.shape, np.float32)
+        for index in np.ndindex(leaf.shape[:-2]):
+            values[index] = dequantize(leaf.storage, payload[index], scales[index], "w")
+        return values
+
+    return lambda tree: jax.tree.map(decode, tree, is_leaf=lambda leaf: isinstance(leaf, QuantArray))

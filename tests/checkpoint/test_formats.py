@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.arrays import Storage
+from deepinfer_jax.checkpoint import formats
 from deepinfer_jax.checkpoint.errors import CheckpointError
-from deepinfer_jax.checkpoint.formats import dequantize, quantize, scale_bytes, scale_values
+from deepinfer_jax.checkpoint.formats import (
+    check_quantized,
+    dequantize,
+    quantize,
+    scale_bytes,
+    scale_values,
+)
 
 STORAGES = (Storage.FP8_BLOCK, Storage.FP8_ROW, Storage.MXFP4)
 MAXIMUM = {Storage.FP8_BLOCK: 448.0, Storage.FP8_ROW: 448.0, Storage.MXFP4: 6.0}
@@ -96,22 +105,49 @@ def test_scales_apply_to_their_own_group_with_ragged_ends(storage: Storage) -> N
     np.testing.assert_array_equal(dequantize(storage, payload, scales, "w"), expected)
 
 
+# Both ways refuse the same: with the values and from the bytes alone.
+each_check = pytest.mark.parametrize("check", [dequantize, check_quantized])
+
+
+@each_check
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_nan_payload_is_refused_by_name(code: int) -> None:
+def test_nan_payload_is_refused_by_name(check: Callable, code: int) -> None:
     payload = np.array([[0, code]], np.uint8)
     with pytest.raises(CheckpointError, match=r"w: 1 of 2 values are NaN"):
-        dequantize(Storage.FP8_BLOCK, payload, unit_scales(Storage.FP8_BLOCK, 1, 2), "w")
+        check(Storage.FP8_BLOCK, payload, unit_scales(Storage.FP8_BLOCK, 1, 2), "w")
 
 
-def test_product_beyond_float32_is_refused() -> None:
+@each_check
+@pytest.mark.parametrize(
+    ("storage", "largest_code", "scale"), [(Storage.MXFP4, 0x77, 253), (Storage.FP8_ROW, 0x7E, 247)]
+)
+def test_product_beyond_float32_is_refused(
+    check: Callable, storage: Storage, largest_code: int, scale: int
+) -> None:
+    payload = np.array([[largest_code]], np.uint8)
     with pytest.raises(CheckpointError, match="overflow float32"):
-        dequantize(Storage.MXFP4, np.array([[0x77]], np.uint8), np.array([[254]], np.uint8), "w")
+        check(storage, payload, np.array([[scale]], np.uint8), "w")
+    check(storage, payload, np.array([[scale - 1]], np.uint8), "w")
 
 
-def test_scales_of_another_grouping_are_refused() -> None:
+@each_check
+def test_largest_scale_is_accepted_under_small_codes(check: Callable) -> None:
+    check(Storage.MXFP4, np.array([[0x33]], np.uint8), np.array([[254]], np.uint8), "w")
+
+
+def test_values_are_computed_only_if_a_byte_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "dequantize", lambda *arguments: pytest.fail("values were computed"))
+    for storage in STORAGES:
+        columns = 32 if storage is Storage.MXFP4 else 64
+        scales = np.full_like(unit_scales(storage, 64, 64), 246)
+        check_quantized(storage, np.full((64, columns), 0x7E, np.uint8), scales, "w")
+
+
+@each_check
+def test_scales_of_another_grouping_are_refused(check: Callable) -> None:
     payload = np.zeros((64, 64), np.uint8)
     with pytest.raises(CheckpointError, match=r"scales have shape \(2, 2\), expected \(64, 2\)"):
-        dequantize(Storage.FP8_ROW, payload, unit_scales(Storage.FP8_BLOCK, 64, 64), "w")
+        check(Storage.FP8_ROW, payload, unit_scales(Storage.FP8_BLOCK, 64, 64), "w")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepinfer_jax.arrays import Storage, spec_leaves
+from deepinfer_jax.arrays import QuantArray, Storage, spec_leaves
 from deepinfer_jax.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -32,7 +34,11 @@ def load(folder: Path, dtype=jnp.float32, **options) -> Weights:
     return load_checkpoint(folder, read_config(folder), dtype, **options).weights
 
 
-def assert_same(first: Weights, second: Weights) -> None:
+def leaves(tree: Any) -> list:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantArray))
+
+
+def assert_same(first: Any, second: Any) -> None:
     for left, right in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
@@ -60,28 +66,59 @@ def decode(tensors: dict, name: str, storage: Storage) -> np.ndarray:
 
 @pytest.mark.parametrize("model", ["tiny_bf16", "tiny_fp8fp4"])
 def test_every_value_of_backbone_and_draft_is_the_stored_one(
-    golden: Path, raw_tensors: Callable, model: str
+    golden: Path, raw_tensors: Callable, plain: Callable, model: str
 ) -> None:
     config, raw = read_config(golden / model), raw_tensors(golden / model)
     checkpoint = Checkpoint.open(golden / model)
     assert checkpoint.check(config) == ()
     seen = 0
     for specs in (weight_specs(config), draft_weight_specs(config)):
-        arrays = jax.tree.leaves(checkpoint.load(specs, config.is_quantized, jnp.float32))
-        for (_, spec), array in zip(spec_leaves(specs), arrays, strict=True):
-            assert array.shape == spec.stacked_shape and array.dtype == jnp.float32
+        loaded = checkpoint.load(specs, config.is_quantized, jnp.float32)
+        arrays, values = leaves(loaded), leaves(plain(loaded))
+        for (_, spec), array, value in zip(spec_leaves(specs), arrays, values, strict=True):
+            assert isinstance(array, QuantArray) == (spec.storage.is_quantized and config.is_quantized)
+            assert array.shape == spec.stacked_shape and value.dtype == np.float32
             for index, name in spec.tensors():
-                np.testing.assert_array_equal(np.asarray(array)[index], decode(raw, name, spec.storage), name)
+                np.testing.assert_array_equal(np.asarray(value)[index], decode(raw, name, spec.storage), name)
                 seen += 1
     assert seen == len([name for name in raw if not name.endswith(".scale")])
 
 
-def test_bfloat16_weights_are_the_float32_ones_and_f32_tensors_stay(golden: Path) -> None:
+def test_quantised_tensors_are_resident_as_the_bytes_of_the_file(golden: Path, raw_tensors: Callable) -> None:
+    config, raw = read_config(golden / "tiny_fp8fp4"), raw_tensors(golden / "tiny_fp8fp4")
+    specs = weight_specs(config)
+    for (path, spec), array in zip(spec_leaves(specs), leaves(load(golden / "tiny_fp8fp4")), strict=False):
+        if not spec.storage.is_quantized:
+            continue
+        is_mxfp4 = spec.storage is Storage.MXFP4
+        assert (array.storage, array.axes) == (spec.storage, spec.axes), path
+        assert array.payload.dtype == (jnp.uint8 if is_mxfp4 else jnp.float8_e4m3fn), path
+        assert array.scales.dtype == jnp.uint8, path
+        payload, scales = np.asarray(array.payload), np.asarray(array.scales)
+        for index, name in spec.tensors():
+            assert payload[index].tobytes() == raw[name].data, name
+            assert scales[index].tobytes() == raw[name.removesuffix("weight") + "scale"].data, name
+
+
+def test_device_bytes_of_the_nano_model_are_those_of_its_files(raw_tensors: Callable) -> None:
+    folder = resources.files("deepinfer_jax") / "assets" / "nano"
+    with resources.as_file(folder) as path:
+        config, raw = read_config(path), raw_tensors(path)
+        weights = load_weights(path, config, jnp.bfloat16).replace(token_map=None)
+    assert config.is_quantized and config.draft.num_stages == 0
+    device_bytes = sum(array.nbytes for array in jax.tree.leaves(weights))
+    assert device_bytes == sum(len(tensor.data) for tensor in raw.values())
+    quantised = [leaf for leaf in leaves(weights) if isinstance(leaf, QuantArray)]
+    assert sum(leaf.num_bytes for leaf in quantised) > device_bytes / 2
+
+
+def test_compute_dtype_changes_only_what_is_stored_as_bf16(golden: Path) -> None:
     exact, rounded = load(golden / "tiny_fp8fp4"), load(golden / "tiny_fp8fp4", jnp.bfloat16)
-    config = read_config(golden / "tiny_fp8fp4")
-    specs = spec_leaves(weight_specs(config))
-    pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True)
-    for (path, spec), (left, right) in zip(specs, pairs, strict=False):
+    specs = spec_leaves(weight_specs(read_config(golden / "tiny_fp8fp4")))
+    for (path, spec), left, right in zip(specs, leaves(exact), leaves(rounded), strict=False):
+        if spec.storage.is_quantized:
+            assert_same(left, right)
+            continue
         assert right.dtype == (jnp.float32 if spec.storage is Storage.F32 else jnp.bfloat16), path
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right).astype(np.float32), path)
 

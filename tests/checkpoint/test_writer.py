@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepinfer_jax.arrays import Storage
 from deepinfer_jax.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -18,7 +19,7 @@ from deepinfer_jax.checkpoint import (
     write_checkpoint,
 )
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.config_json import read_config
+from deepinfer_jax.config_json import parse_config, read_config
 from deepinfer_jax.model.draft_weights import DraftWeights, draft_weight_specs
 from deepinfer_jax.model.weights import Weights
 
@@ -73,11 +74,18 @@ def test_round_trip_of_bf16_returns_every_byte(golden: Path, tmp_path: Path, raw
     assert raw_tensors(folder) == raw_tensors(golden / "tiny_bf16")
 
 
-def test_round_trip_of_fp8_and_mxfp4_returns_every_canonical_byte(
+def test_quantised_bytes_are_written_as_they_were_read(
     golden: Path, tmp_path: Path, raw_tensors: Callable
 ) -> None:
+    folder = write(tmp_path / "copy", read_all(golden / "tiny_fp8fp4"))
+    assert raw_tensors(folder) == raw_tensors(golden / "tiny_fp8fp4")
+
+
+def test_round_trip_of_fp8_and_mxfp4_values_returns_every_canonical_byte(
+    golden: Path, tmp_path: Path, raw_tensors: Callable, plain: Callable
+) -> None:
     first = raw_tensors(golden / "tiny_fp8fp4")
-    second = raw_tensors(write(tmp_path / "copy", read_all(golden / "tiny_fp8fp4")))
+    second = raw_tensors(write(tmp_path / "copy", plain(read_all(golden / "tiny_fp8fp4"))))
     assert first.keys() == second.keys()
     total = kept = 0
     for name, tensor in first.items():
@@ -103,9 +111,11 @@ def test_round_trip_of_fp8_and_mxfp4_returns_every_canonical_byte(
     assert kept > 0.7 * total
 
 
-def test_second_round_trip_returns_every_byte(golden: Path, tmp_path: Path, raw_tensors: Callable) -> None:
-    first = write(tmp_path / "first", read_all(golden / "tiny_fp8fp4"))
-    second = write(tmp_path / "second", read_all(first))
+def test_second_round_trip_of_values_returns_every_byte(
+    golden: Path, tmp_path: Path, raw_tensors: Callable, plain: Callable
+) -> None:
+    first = write(tmp_path / "first", plain(read_all(golden / "tiny_fp8fp4")))
+    second = write(tmp_path / "second", plain(read_all(first)))
     assert raw_tensors(second) == raw_tensors(first)
 
 
@@ -132,11 +142,41 @@ def test_config_and_token_map_are_written_beside(golden: Path, tmp_path: Path) -
     np.testing.assert_array_equal(np.load(folder / "engram_token_map.npy"), np.asarray(loaded[2].token_map))
 
 
-def test_values_off_the_grid_are_rounded_to_it(golden: Path, tmp_path: Path) -> None:
+def test_quantised_weights_of_an_unquantised_configuration_are_written_as_bf16(
+    golden: Path, tmp_path: Path, plain: Callable
+) -> None:
+    document, _, weights, draft = read_all(golden / "tiny_fp8fp4")
+    document = {key: value for key, value in document.items() if key != "quantization_config"}
+    config = parse_config(document)
+    found = read_all(write(tmp_path / "copy", (document, config, weights, draft)))
+    assert_same(found[2:], plain((weights, draft)))
+
+
+def test_bytes_of_another_storage_are_refused(golden: Path, tmp_path: Path) -> None:
     document, config, weights, draft = read_all(golden / "tiny_fp8fp4")
+    (table, *rest) = weights.engram
+    broken = table.replace(wkv=table.wkv.replace(storage=Storage.FP8_ROW))
+    with pytest.raises(CheckpointError, match=r"engram\.0\.wkv: got bytes of fp8 1x32, expected fp8 32x32"):
+        write(tmp_path / "a", (document, config, replace(weights, engram=(broken, *rest)), draft))
+
+
+@pytest.mark.parametrize(("part", "byte"), [("payload", 0x7F), ("scales", 0xFF)])
+def test_nan_bytes_are_not_written(golden: Path, tmp_path: Path, part: str, byte: int) -> None:
+    document, config, weights, draft = read_all(golden / "tiny_fp8fp4")
+    (table, *rest) = weights.engram
+    bytes_of_part = np.asarray(getattr(table.wkv, part)).copy()
+    bytes_of_part.view(np.uint8)[-1, -1] = byte
+    broken = table.replace(wkv=table.wkv.replace(**{part: bytes_of_part}))
+    with pytest.raises(CheckpointError, match=r"'layers\.1\.engram\.wkv\.weight'.*NaN"):
+        write(tmp_path / "a", (document, config, replace(weights, engram=(broken, *rest)), draft))
+
+
+def test_values_off_the_grid_are_rounded_to_it(golden: Path, tmp_path: Path, plain: Callable) -> None:
+    document, config, weights, draft = plain(read_all(golden / "tiny_fp8fp4"))
     moved = jax.tree.map(lambda array: np.asarray(array) * np.float32(1.1), replace(weights, token_map=None))
     moved = replace(moved, token_map=weights.token_map)
-    layer = read_all(write(tmp_path / "copy", (document, config, moved, draft)))[2].layers["window"]
+    written = plain(read_all(write(tmp_path / "copy", (document, config, moved, draft)))[2])
+    layer = written.layers["window"]
     values = moved.layers["window"].ffn.experts.w1
     groups = np.abs(values.reshape(-1, 32))
     error = np.abs(values - np.asarray(layer.ffn.experts.w1)).reshape(-1, 32)

@@ -6,18 +6,24 @@ Read next: `deepinfer_jax/cli/generate.py`.
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import jax
 import pytest
 
-from deepinfer_jax import SamplingParams, generate, load
-from deepinfer_jax.cli import EXIT_REFUSED, main
+from deepinfer_jax import Completion, DriverOptions, InvalidOutputError, SamplingParams, generate, load
+from deepinfer_jax.checkpoint import write_checkpoint
+from deepinfer_jax.cli import EXIT_FAILED, EXIT_REFUSED, main
+from deepinfer_jax.config_json import parse_config
 from deepinfer_jax.engine.llm import NANO_FOLDER
+from deepinfer_jax.testing.presets import random_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = str(GOLDEN / "tiny_fp8fp4")
@@ -69,21 +75,115 @@ def assert_refused(output: Output, *parts: str) -> None:
     assert missing == [], output.err
 
 
-def test_an_official_layout_checkpoint_end_to_end(command: Command) -> None:
-    words = ["generate", "--model", TINY, "--token-ids", "5,17,4", "--token-ids", "9 8", "--max-tokens", "4"]
+@pytest.fixture(scope="module")
+def official_folder(smallest_document: dict, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of three layers in the official layout: every storage format, quick to compile."""
+    folder, config = tmp_path_factory.mktemp("official"), parse_config(smallest_document)
+    weights = random_weights(config, jax.random.key(6))
+    write_checkpoint(folder, smallest_document, weights, config)
+    return str(folder)
+
+
+PROMPTS = ["--token-ids", "5,17,4", "--token-ids", "9 8"]
+
+
+def test_an_official_layout_checkpoint_end_to_end(command: Command, official_folder: str) -> None:
+    words = ["generate", "--model", official_folder, *PROMPTS, "--max-tokens", "4", "--ignore-eos"]
     first = command(*words, "--temperature", "0")
     assert (first.code, first.err) == (0, "")
-    params = SamplingParams(max_tokens=4, temperature=0.0)
-    completions = generate([[5, 17, 4], [9, 8]], params, load(TINY))
-    assert [[int(token) for token in line.split(",")] for line in first.out.splitlines()] == [
-        completion.token_ids for completion in completions
-    ]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    completions = generate([[5, 17, 4], [9, 8]], params, load(official_folder))
+    tokens = [[int(token) for token in line.split(",")] for line in first.out.splitlines()]
+    assert tokens == [completion.token_ids for completion in completions]
     assert command(*words, "--temperature", "0") == first
     seeded = [command(*words, "--temperature", "1", "--seed", seed).out for seed in ("1", "2", "1")]
     assert seeded[0] == seeded[2] != seeded[1]
     stats = command(*words, "--temperature", "0", "--stats")
     assert stats.out == first.out
     assert "tokens/s" in stats.err
+    # Only the best token is left to draw from.
+    assert command(*words, "--temperature", "2", "--top-p", "1", "--top-k", "1") == first
+    assert command(*words, "--temperature", "2", "--top-p", "1", "--min-p", "1") == first
+    stop = str(tokens[0][0])
+    stopped = command(*words, "--temperature", "0", "--stop-token-ids", stop)
+    assert stopped.out.splitlines()[0] == ""
+    banned = command(*words, "--temperature", "0", "--bad-token-ids", stop)
+    assert stop not in banned.out.splitlines()[0].split(",")
+
+
+class Captured(NamedTuple):
+    """How the command line called the package."""
+
+    load: dict[str, object]
+    params: SamplingParams
+    options: DriverOptions
+
+
+@pytest.fixture
+def captured(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Captured]:
+    """Run words with a model that is not there and say what was asked of it; nothing is computed."""
+
+    def run(*words: str) -> Captured:
+        found: dict[str, Any] = {}
+
+        def fake_load(*arguments: object, **keywords: object) -> SimpleNamespace:
+            bound = inspect.signature(load).bind(*arguments, **keywords)
+            bound.apply_defaults()
+            found["load"] = bound.arguments
+            return SimpleNamespace(tokenizer=None)
+
+        def fake_generate(prompts: Any, params: SamplingParams, model: object, **others: Any) -> list:
+            assert prompts == [[5, 17, 4], [9, 8]]
+            found.update(params=params, options=others["options"])
+            return [Completion("", [3, 4], "length", prompt) for prompt in prompts]
+
+        monkeypatch.setattr("deepinfer_jax.engine.llm.load", fake_load)
+        monkeypatch.setattr("deepinfer_jax.engine.llm.generate", fake_generate)
+        assert command("generate", *PROMPTS, *words) == Output(0, "3,4\n3,4\n", "")
+        return Captured(**found)
+
+    return run
+
+
+def test_every_option_arrives(captured: Callable[..., Captured]) -> None:
+    found = captured(
+        *("--model", "here", "--numerics", "float32", "--cache-format", "fp8", "--no-batch-invariant"),
+        *("--prefill", "bounded"),
+        *("--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.25", "--top-k", "7", "--min-p", "0.125"),
+        *("--repetition-penalty", "1.5", "--presence-penalty", "-2", "--frequency-penalty", "0.75"),
+        *("--min-tokens", "3", "--stop-token-ids", "5,7", "--bad-token-ids", "8 9,1", "--ignore-eos"),
+        *("--seed", str(2**64 - 1)),
+    )
+    expected = {"folder": "here", "numerics": "float32", "batch_invariant": False, "cache_format": "fp8"}
+    assert found.load == expected
+    assert found.options == DriverOptions(prefill="bounded")
+    assert found.params == SamplingParams(
+        **{"max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125},
+        **{"repetition_penalty": 1.5, "presence_penalty": -2.0, "frequency_penalty": 0.75, "min_tokens": 3},
+        **{"stop_token_ids": (5, 7), "bad_token_ids": (1, 8, 9), "ignore_eos": True, "seed": 2**64 - 1},
+    )
+
+
+def test_options_left_out_change_nothing(captured: Callable[..., Captured]) -> None:
+    found = captured()
+    expected = {"folder": None, "numerics": "official", "batch_invariant": True, "cache_format": None}
+    assert found.load == expected
+    assert found.options == DriverOptions()
+    assert found.params == SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95)
+
+
+def test_invalid_output_is_one_line_and_exit_code_1(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise InvalidOutputError("prompts [0]: the logits held NaN, expected numbers; check the weights", [])
+
+    monkeypatch.setattr("deepinfer_jax.engine.llm.generate", fail)
+    output = command("generate", "--model", TINY, "--token-ids", "5")
+    assert (output.code, output.out) == (EXIT_FAILED, "") and EXIT_FAILED == 1
+    assert output.err == (
+        "deepinfer_jax generate: prompts [0]: the logits held NaN, expected numbers; check the weights\n"
+    )
 
 
 PIECES_OF_PARAMS = ("weight", "logical axes", "storage", "layers, experts, ffn, embed", "mxfp4 1x32", "mtp.")
@@ -153,36 +253,77 @@ def test_known_key_with_another_value(command: Command, folder_with: Callable[..
     assert_refused(command("params", "--model", folder), "'hc_shifted'", "False", "True", "fix config.json")
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--token-ids", ",".join(["5"] * 1020)], ["1020 prompt tokens", "at most 1024", "shorten"]),
-        (["--token-ids", ""], ["prompt 0", "no tokens", "non-empty"]),
-        (["--token-ids", "5", "--token-ids", ""], ["prompt 1", "no tokens", "non-empty"]),
-        (["--token-ids", "5,128"], ["prompt 0", "128", "0..127", "tokenizer"]),
-        (["--token-ids=-1"], ["prompt 0", "-1", "0..127"]),
-        (["--token-ids", "5", "--max-tokens", "-1"], ["max_tokens", "-1", ">= 0", "change"]),
-        (["--token-ids", "5", "--temperature", "-1"], ["temperature", "-1.0", ">= 0"]),
-        (["--token-ids", "5", "--top-p", "0"], ["top_p", "0.0", "(0, 1]"]),
-        (["--token-ids", "5", "--seed", "-3"], ["seed", "-3", "2^64-1"]),
-        (["--token-ids", "5,x"], ["--token-ids", "'5,x'", "integers", "write them"]),
-        (["--token-ids", "5.5"], ["--token-ids", "'5.5'", "integers"]),
-        ([], ["prompts", "none", "TEXT", "give"]),
-        (["--token-ids", "5", "--numerics", "float16"], ["numerics", "'float16'", "'official'", "choose"]),
-        (["hello"], ["text", "token ids", "tokenizer.json"]),
-        ([""], ["prompt"]),
-    ],
-    ids=[
-        *("over_the_limit", "empty", "empty_neighbour", "outside", "negative_id", "negative_max_tokens"),
-        *("temperature", "top_p", "seed", "no_integers", "float_id", "no_prompt", "numerics", "no_tokenizer"),
-        "empty_text",
-    ],
-)
-def test_bad_input(command: Command, words: list[str], parts: list[str]) -> None:
+BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
+    "over_the_limit": (["--token-ids", ",".join(["5"] * 1020)], ["1020 prompt tokens", "1024", "shorten"]),
+    "empty": (["--token-ids", ""], ["prompt 0", "no tokens", "non-empty"]),
+    "empty_neighbour": (["--token-ids", "5", "--token-ids", ""], ["prompt 1", "no tokens", "non-empty"]),
+    "outside": (["--token-ids", "5,128"], ["prompt 0", "128", "0..127", "tokenizer"]),
+    "negative_id": (["--token-ids=-1"], ["prompt 0", "-1", "0..127"]),
+    "no_integers": (["--token-ids", "5,x"], ["--token-ids", "'5,x'", "integers", "write them"]),
+    "float_id": (["--token-ids", "5.5"], ["--token-ids", "'5.5'", "integers"]),
+    "no_prompt": ([], ["prompts", "none", "TEXT", "give"]),
+    "no_tokenizer": (["hello"], ["text", "token ids", "tokenizer.json"]),
+    "empty_text": ([""], ["prompt"]),
+}
+"""Words after `generate`, and what the refusal must say."""
+
+BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "numerics": (["--numerics", "float16"], ["numerics", "'float16'", "'official'", "choose"]),
+    "cache_format": (["--cache-format", "int8"], ["cache_format", "'int8'", "'fp4'", "choose"]),
+    "negative_max_tokens": (["--max-tokens", "-1"], ["max_tokens", "-1", ">= 0", "change"]),
+    "temperature": (["--temperature", "-1"], ["temperature", "-1.0", "[0, 1e+30]", "change"]),
+    "temperature_nan": (["--temperature", "nan"], ["temperature", "nan", "a number"]),
+    "top_p": (["--top-p", "0"], ["top_p", "0.0", "(0, 1]"]),
+    "top_k": (["--top-k", "-2"], ["top_k", "-2", ">= -1", "change"]),
+    "min_p": (["--min-p", "1.5"], ["min_p", "1.5", "[0, 1]", "change"]),
+    "repetition_penalty": (["--repetition-penalty", "0"], ["repetition_penalty", "0.0", "[0.01, 100]"]),
+    "presence_penalty": (["--presence-penalty", "101"], ["presence_penalty", "101.0", "[-100, 100]"]),
+    "frequency_penalty": (["--frequency-penalty", "inf"], ["frequency_penalty", "inf", "[-100, 100]"]),
+    "negative_min_tokens": (["--min-tokens", "-1"], ["min_tokens", "-1", ">= 0", "change"]),
+    "min_tokens": (["--min-tokens", "5", "--max-tokens", "4"], ["min_tokens", "5", "max_tokens (4)"]),
+    "stop_words": (["--stop-token-ids", "5,x"], ["--stop-token-ids", "'5,x'", "integers", "write them"]),
+    "stop_outside": (["--stop-token-ids", "5,128"], ["stop_token_ids", "128", "0..127"]),
+    "too_many_stops": (["--stop-token-ids", ",".join(map(str, range(65)))], ["stop_token_ids", "at most 64"]),
+    "bad_words": (["--bad-token-ids", "none"], ["--bad-token-ids", "'none'", "integers", "write them"]),
+    "bad_negative": (["--bad-token-ids=-1"], ["bad_token_ids", "-1", "token ids", "change"]),
+    "bad_outside": (["--bad-token-ids", "128"], ["bad_token_ids", "128", "0..127"]),
+    "all_bad": (
+        ["--bad-token-ids", ",".join(map(str, range(128)))],
+        ["bad_token_ids", "every token", "fewer"],
+    ),
+    "seed": (["--seed", "-3"], ["seed", "-3", "2^64-1"]),
+}
+"""Words after a prompt that is right, and what the refusal must say."""
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input(command: Command, name: str) -> None:
+    words, parts = BAD_INPUT[name]
     assert_refused(command("generate", "--model", TINY, *words), *parts)
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["generate", "--max-tokens", "many"]])
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(command: Command, name: str) -> None:
+    words, parts = BAD_OPTIONS[name]
+    assert_refused(command("generate", "--model", TINY, "--token-ids", "5", *words), *parts)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["fly"],
+        ["generate", "--max-tokens", "many"],
+        ["generate", "--top-k", "0.5"],
+        ["generate", "--min-tokens", "few"],
+        ["generate", "--min-p", "x"],
+        ["generate", "--prefill", "fast"],
+        ["generate", "--ignore-eos=yes"],
+        ["generate", "--no-batch-invariant=1"],
+        ["generate", "--stop-token-ids"],
+    ],
+    ids=lambda words: "_".join(words) or "nothing",
+)
 def test_command_lines_that_do_not_parse_exit_with_2(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

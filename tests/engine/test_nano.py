@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import Model, RequestError, SamplingParams, generate, load, read_config
+from deepinfer_jax.cli import main
 from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
 from deepinfer_jax.testing.golden import ChunkRunner
@@ -93,6 +94,16 @@ def test_bc17_empty_text_is_refused(nano: Model, prompts) -> None:
 
 def test_the_default_model_is_this_one(nano: Model) -> None:
     assert generate(START, greedy(8)) == generate(START, greedy(8), nano)
+
+
+def test_the_command_line_streams_its_text_after_the_prompt(
+    nano: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here and not with the other commands, as the shapes are compiled."""
+    assert main(["generate", START, "--max-tokens", "24", "--temperature", "0"]) == 0
+    output = capsys.readouterr()
+    assert output.out == START + generate(START, greedy(24), nano).text + "\n"
+    assert output.err == ""
 
 
 def nats_a_token(model: Model, text: str) -> float:

@@ -12,11 +12,10 @@ import pytest
 from deepinfer_jax.arrays import random_arrays
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.backbone import backbone, head_logits
-from deepinfer_jax.model.cache import empty_cache
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.weights import weight_specs
-from deepinfer_jax.testing.golden import make_rows
+from deepinfer_jax.testing.golden import fresh_cache, make_rows
 from deepinfer_jax.testing.presets import SMALLEST, random_weights, released_pattern
 
 COMPILE_LIMIT_SECONDS = 30  # on two CPU cores, for the 40-layer pattern at tiny widths
@@ -32,12 +31,12 @@ def lower(config: ModelConfig, rows: Rows):
 
     def step(weights, rows, cache):
         hidden, _, cache = backbone(weights, config, rows, cache, OFFICIAL)
-        return head_logits(hidden, weights), cache
+        return head_logits(hidden, weights, OFFICIAL), cache
 
     specs = weight_specs(config)
     weights = jax.eval_shape(lambda: random_arrays(specs, jax.random.key(0), OFFICIAL.compute_dtype))
     weights = weights.replace(token_map=jax.ShapeDtypeStruct((config.vocab_size,), jnp.int32))
-    cache = jax.eval_shape(lambda: empty_cache(config, 8, 256, OFFICIAL))
+    cache = jax.eval_shape(lambda: fresh_cache(config, 8, 256, OFFICIAL))
     return jax.jit(step).lower(weights, rows, cache)
 
 
@@ -73,7 +72,7 @@ def traced_shapes() -> list[int]:
         return backbone(weights, SMALLEST, rows, cache, FLOAT32)
 
     weights = random_weights(SMALLEST, jax.random.key(2))
-    cache = empty_cache(SMALLEST, 4, 64, FLOAT32)
+    cache = fresh_cache(SMALLEST, 4, 64, FLOAT32)
     for length in (1, 8):
         tokens = np.arange(4 * length).reshape(4, length)
         for start, counts, slots in (

@@ -124,15 +124,15 @@ def test_hash_equals_python_integers_for_any_image_pattern(sequence: list[tuple[
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1))
 def test_64_bit_product_is_exact_modulo_2_to_64(token: int, multiplier: int) -> None:
-    high, low = _multiply_64(jnp.array([token], jnp.uint32), multiplier)
+    high, low = _multiply_64(jnp.array([token], jnp.uint32), np.array([multiplier], np.int64))
     assert (int(high[0]) << 32 | int(low[0])) == token * multiplier % 2**64
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(2, 2**24 - 1), min_size=3, max_size=3))
 def test_remainder_is_exact(value: int, moduli: list[int]) -> None:
-    words = (jnp.array([value >> 32], jnp.uint32), jnp.array([value & 0xFFFFFFFF], jnp.uint32))
-    found = _remainder(words, np.array(moduli, np.int64))
-    assert np.asarray(found)[0].tolist() == [value % modulus for modulus in moduli]
+    high, low = (np.full(3, word, np.uint32) for word in (value >> 32, value & 0xFFFFFFFF))
+    found = _remainder(jnp.asarray(high), jnp.asarray(low), np.array(moduli, np.int64))
+    assert np.asarray(found).tolist() == [value % modulus for modulus in moduli]
 
 
 def test_start_of_sequence_is_padded() -> None:

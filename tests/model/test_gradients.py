@@ -17,10 +17,9 @@ import pytest
 
 from deepinfer_jax.arrays import spec_leaves
 from deepinfer_jax.model.backbone import backbone, head_logits
-from deepinfer_jax.model.cache import empty_cache
 from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.model.weights import weight_specs
-from deepinfer_jax.testing.golden import make_rows, model_step
+from deepinfer_jax.testing.golden import fresh_cache, make_rows, model_step
 from deepinfer_jax.testing.presets import ONE_OF_EACH as CONFIG
 from deepinfer_jax.testing.presets import random_weights
 from deepinfer_jax.testing.tolerances import assert_close
@@ -85,7 +84,7 @@ def gradient(weights, config, rows, cache, cotangent):
     # The token map holds integers, so it stays outside of what is differentiated.
     def loss(weights):
         hidden, _, _ = backbone(weights.replace(token_map=token_map), config, rows, cache, FLOAT32)
-        return jnp.sum(head_logits(hidden, weights) * cotangent)
+        return jnp.sum(head_logits(hidden, weights, FLOAT32) * cotangent)
 
     token_map = weights.token_map
     return jax.grad(loss)(weights.replace(token_map=None))
@@ -96,7 +95,7 @@ def problem() -> Problem:
     weights, random = random_weights(CONFIG, jax.random.key(3)), np.random.default_rng(21)
     tokens = random.integers(0, CONFIG.vocab_size, (1, LENGTH))
     rows = make_rows(tokens, is_image=np.arange(LENGTH)[None] % 11 == 5)
-    cache = empty_cache(CONFIG, 1, LENGTH, FLOAT32)
+    cache = fresh_cache(CONFIG, 1, LENGTH, FLOAT32)
     cotangent = random.normal(size=(LENGTH, CONFIG.vocab_size)).astype(np.float32)
     found = gradient(weights, CONFIG, rows, cache, jnp.asarray(cotangent))
     arrays = {name: np.asarray(leaf) for name, leaf in to_leaves(found).items()}

@@ -1,4 +1,4 @@
-"""Mixture of experts against a loop over tokens and experts."""
+"""Mixture of experts against a loop over tokens and experts: router, routed and shared experts together."""
 
 from __future__ import annotations
 
@@ -11,99 +11,124 @@ import pytest
 
 from deepinfer_jax.model import moe
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.model.weights import ExpertWeights
+from deepinfer_jax.model.weights import ExpertWeights, MoeWeights
 from deepinfer_jax.testing.presets import TINY
 from deepinfer_jax.testing.references import expert
 from deepinfer_jax.testing.tolerances import assert_close
 
 CONFIG = replace(TINY, n_routed_experts=16)
 EXPERTS, HIDDEN, FFN = CONFIG.n_routed_experts, CONFIG.hidden_size, CONFIG.moe_intermediate_size
-BUSY = (3, 7)
+BUSY = [3, 7]
+LAYERS, LAYER = 2, 1
 
 
 @pytest.fixture(scope="module")
-def experts() -> ExpertWeights:
+def weights() -> MoeWeights:
+    """Router and shared expert of a layer, routed experts of two, of which the layer is the second."""
     random = np.random.default_rng(6)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(random.normal(size=shape) * 2 / np.sqrt(shape[-1]), jnp.float32)
 
-    return ExpertWeights(
-        w1=draw(EXPERTS, FFN, HIDDEN), w3=draw(EXPERTS, FFN, HIDDEN), w2=draw(EXPERTS, HIDDEN, FFN)
+    def experts(*stack: int) -> ExpertWeights:
+        return ExpertWeights(
+            w1=draw(*stack, FFN, HIDDEN), w3=draw(*stack, FFN, HIDDEN), w2=draw(*stack, HIDDEN, FFN)
+        )
+
+    return MoeWeights(
+        gate=draw(EXPERTS, HIDDEN),
+        bias=draw(EXPERTS),
+        bias_vl=draw(EXPERTS),
+        experts=experts(LAYERS, EXPERTS),
+        shared_experts=experts(),
     )
+
+
+@pytest.fixture(scope="module")
+def busy(weights: MoeWeights) -> MoeWeights:
+    """The same with a bias that sends every token to experts 3 and 7."""
+    return weights.replace(bias=weights.bias.at[jnp.array(BUSY)].add(100.0))
 
 
 def tokens(count: int) -> np.ndarray:
     return np.random.default_rng(count).normal(size=(count, HIDDEN)).astype(np.float32)
 
 
-def busy_routing(count: int) -> moe.Routing:
-    """Send every token to experts 3 and 7."""
-    weights = np.random.default_rng(7).uniform(0.2, 1.3, (count, 2)).astype(np.float32)
-    return moe.Routing(jnp.broadcast_to(jnp.array(BUSY, jnp.int32), (count, 2)), jnp.asarray(weights))
+def text(count: int) -> moe.TokenRoles:
+    return moe.TokenRoles(is_image=jnp.zeros(count, bool), is_valid=jnp.ones(count, bool))
 
 
-def loop(x: np.ndarray, routing: moe.Routing, experts: ExpertWeights) -> np.ndarray:
-    output = np.zeros(x.shape, np.float64)
-    for token, choice in np.ndindex(*routing.ids.shape):
-        chosen = int(routing.ids[token, choice])
-        result = expert(
-            x[token], experts.w1[chosen], experts.w3[chosen], experts.w2[chosen], CONFIG.swiglu_limit
-        )
-        output[token] += float(routing.weights[token, choice]) * result
+def run(x: np.ndarray, weights: MoeWeights, roles: moe.TokenRoles) -> np.ndarray:
+    return np.asarray(apply(jnp.asarray(x), weights, jnp.int32(LAYER), roles))
+
+
+@jax.jit
+def apply(x: jax.Array, weights: MoeWeights, layer: jax.Array, roles: moe.TokenRoles) -> jax.Array:
+    return moe.moe(x, weights, layer, roles, CONFIG, FLOAT32)
+
+
+def loop(x: np.ndarray, weights: MoeWeights, is_image: np.ndarray | None = None) -> np.ndarray:
+    """The same in float64, token by token, from the definition."""
+    gate, shared = np.asarray(weights.gate, np.float64), weights.shared_experts
+    routed = jax.tree.map(lambda stack: np.asarray(stack)[LAYER], weights.experts)
+    output = np.zeros(x.shape)
+    for row, token in enumerate(x.astype(np.float64)):
+        scores = np.sqrt(np.log1p(np.exp(gate @ token)))
+        bias = weights.bias if is_image is None or not is_image[row] else weights.bias_vl
+        chosen = np.argsort(-(scores + np.asarray(bias)), kind="stable")[: CONFIG.num_experts_per_tok]
+        output[row] = expert(token, shared.w1, shared.w3, shared.w2, CONFIG.swiglu_limit)
+        for one in chosen:
+            share = scores[one] / scores[chosen].sum() * CONFIG.routed_scaling_factor
+            parts = (part[one] for part in (routed.w1, routed.w3, routed.w2))
+            output[row] += share * expert(token, *parts, CONFIG.swiglu_limit)
     return output
-
-
-def run(x: np.ndarray, routing: moe.Routing, experts: ExpertWeights) -> np.ndarray:
-    apply = jax.jit(moe.routed_experts, static_argnums=(3, 4))
-    return np.asarray(apply(jnp.asarray(x), routing, experts, CONFIG, FLOAT32))
 
 
 each_count = pytest.mark.parametrize("count", [1, 2, 129], ids=lambda count: f"tokens_{count}")
 
 
 @each_count
-def test_bc58_experts_without_tokens_equal_the_loop(experts, count: int) -> None:
-    x, routing = tokens(count), busy_routing(count)
-    assert_close(run(x, routing, experts), loop(x, routing, experts), "equivalence_float32")
+def test_bc58_experts_without_tokens_equal_the_loop(busy: MoeWeights, count: int) -> None:
+    x = tokens(count)
+    assert_close(run(x, busy, text(count)), loop(x, busy), "equivalence_float32")
 
 
 @each_count
-def test_bc58_nan_in_experts_without_tokens_has_no_effect(experts, count: int) -> None:
+def test_bc58_nan_in_experts_without_tokens_has_no_effect(busy: MoeWeights, count: int) -> None:
     idle = np.setdiff1d(np.arange(EXPERTS), BUSY)
-    poisoned = jax.tree.map(lambda weight: weight.at[idle].set(jnp.nan), experts)
-    x, routing = tokens(count), busy_routing(count)
-    np.testing.assert_array_equal(run(x, routing, poisoned), run(x, routing, experts))
+    poisoned = busy.replace(
+        experts=jax.tree.map(lambda stack: stack.at[:, idle].set(jnp.nan).at[0].set(jnp.nan), busy.experts)
+    )
+    x = tokens(count)
+    np.testing.assert_array_equal(run(x, poisoned, text(count)), run(x, busy, text(count)))
 
 
-def test_tokens_with_different_experts_equal_the_loop(experts) -> None:
-    random, x = np.random.default_rng(8), tokens(33)
-    ids = np.stack([random.permutation(EXPERTS)[:2] for _ in x]).astype(np.int32)
-    weights = random.uniform(0.2, 1.3, ids.shape).astype(np.float32)
-    routing = moe.Routing(jnp.asarray(ids), jnp.asarray(weights))
-    assert_close(run(x, routing, experts), loop(x, routing, experts), "equivalence_float32")
+def test_tokens_with_different_experts_equal_the_loop(weights: MoeWeights) -> None:
+    x, is_image = tokens(129), np.arange(129) % 3 == 1
+    roles = text(129)._replace(is_image=jnp.asarray(is_image))
+    assert_close(run(x, weights, roles), loop(x, weights, is_image), "equivalence_float32")
 
 
-def test_shared_expert_is_an_expert_of_weight_one(experts) -> None:
-    shared, x = jax.tree.map(lambda weight: weight[0], experts), tokens(5)
+def test_padding_chooses_no_expert(busy: MoeWeights) -> None:
+    """Text goes to experts 3 and 7; padding, here of image rows, would go to two others, full of NaN."""
+    others = np.array([1, 2])
+    poisoned = busy.replace(
+        bias_vl=busy.bias_vl.at[others].add(100.0),
+        experts=jax.tree.map(lambda stack: stack.at[:, others].set(jnp.nan), busy.experts),
+    )
+    x, is_padding = tokens(129), np.arange(129) % 2 == 1
+    roles = moe.TokenRoles(is_image=jnp.asarray(is_padding), is_valid=jnp.asarray(~is_padding))
+    found = run(x, poisoned, roles)
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[~is_padding], run(x, busy, text(129))[~is_padding])
+    assert np.isnan(run(x, poisoned, roles._replace(is_valid=jnp.ones(129, bool)))[is_padding]).all()
+
+
+def test_shared_expert_is_an_expert_of_weight_one(weights: MoeWeights) -> None:
+    shared, x = weights.shared_experts, tokens(5)
     expected = [expert(token, shared.w1, shared.w3, shared.w2, CONFIG.swiglu_limit) for token in x]
     found = moe.shared_expert(jnp.asarray(x), shared, CONFIG, FLOAT32)
     assert_close(found, np.stack(expected), "equivalence_float32")
-
-
-@pytest.mark.parametrize(
-    ("gate", "up", "expected"),
-    [
-        (9.0, 1.0, 1.5 / (1 + np.exp(-1.5))),
-        (-9.0, 1.0, -9.0 / (1 + np.exp(9.0))),
-        (1.0, 9.0, 1.5 / (1 + np.exp(-1.0))),
-        (1.0, -9.0, -1.5 / (1 + np.exp(-1.0))),
-    ],
-    ids=["gate_above", "gate_below_is_not_clamped", "up_above", "up_below"],
-)
-def test_swiglu_clamps(gate: float, up: float, expected: float) -> None:
-    found = moe.clamped_swiglu(jnp.array([gate]), jnp.array([up]), None, 1.5)
-    assert_close(found, [expected], "equivalence_float32")
 
 
 def routed(scores, bias, bias_vl, is_image) -> moe.Routing:

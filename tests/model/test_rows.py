@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax.model.cache import empty_cache, is_before_start, read_ring, write_ring
+from deepinfer_jax.config import CacheConfig, ConfigError
+from deepinfer_jax.model.cache import empty_cache, read_ring, with_own_pages, write_ring
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.model.rows import Rows, is_among_last, look_back
+from deepinfer_jax.model.rows import Rows, is_among_last, row_geometry, row_tiles
 from deepinfer_jax.testing.golden import make_rows
 from deepinfer_jax.testing.presets import TINY
 
@@ -39,17 +40,28 @@ def valid_places(rows: Rows) -> dict[tuple[int, int], int]:
     return {(int(slots[i]), int(positions[i])): i for i in np.flatnonzero(valid)}
 
 
-@given(steps, is_padded_in_front, st.integers(1, 9))
-def test_look_back_finds_exactly_the_rows_of_the_step(step, in_front: bool, count: int) -> None:
+@given(steps, is_padded_in_front)
+def test_offsets_reach_exactly_the_rows_of_the_step(step, in_front: bool) -> None:
     rows = rows_of(step, in_front)
     places = valid_places(rows)
-    found, is_in_step = (np.asarray(part) for part in look_back(rows, count))
+    offsets = np.asarray(row_geometry(rows).slot_offsets)
     for (slot, position), row in places.items():
-        for distance in range(count):
+        for distance in range(CHUNK + 2):
             expected = places.get((slot, position - distance))
-            assert is_in_step[row, distance] == (expected is not None)
+            assert (row - distance >= offsets[row]) == (expected is not None)
             if expected is not None:
-                assert found[row, distance] == expected
+                assert row - distance == expected
+
+
+@given(steps, st.integers(1, 5))
+def test_tiles_keep_every_row_and_pad_the_last(step, tile: int) -> None:
+    rows = rows_of(step, in_front=False)
+    tiles, total = row_tiles(rows, tile), SLOTS * CHUNK
+    assert tiles.token_ids.shape == (-(-total // tile), tile)
+    for name in ("slots", "positions", "is_valid"):
+        flat = np.asarray(getattr(tiles, name)).reshape(-1)
+        np.testing.assert_array_equal(flat[:total], getattr(rows, name))
+        assert not flat[total:].any()
 
 
 @given(steps, is_padded_in_front, st.integers(1, 5))
@@ -59,7 +71,7 @@ def test_last_rows_of_each_slot(step, in_front: bool, count: int) -> None:
     for slot in range(SLOTS):
         for position in sorted(p for s, p in places if s == slot)[-count:]:
             expected[places[slot, position]] = True
-    np.testing.assert_array_equal(is_among_last(rows, count), expected)
+    np.testing.assert_array_equal(is_among_last(row_geometry(rows), count), expected)
 
 
 @given(steps, is_padded_in_front, st.integers(1, 5))
@@ -74,7 +86,7 @@ def test_ring_keeps_the_latest_positions(step, in_front: bool, entries: int) -> 
             ring[slot, position % entries] = expected[slot, position % entries] = history[slot, position]
     for (slot, position), row in sorted(valid_places(rows).items()):
         expected[slot, position % entries] = values[row]
-    found = write_ring(jnp.asarray(ring), jnp.asarray(values), rows)
+    found = write_ring(jnp.asarray(ring), jnp.asarray(values), row_geometry(rows))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -87,12 +99,12 @@ def test_ring_and_step_together_give_the_latest_positions(step, in_front: bool, 
     for slot, (start, _) in zip(ORDER, step, strict=True):
         for position in range(max(0, start - entries), start):
             ring[slot, position % entries] = 100 * slot + position
-    found = np.asarray(read_ring(jnp.asarray(ring), jnp.asarray(values), rows, look_back(rows, entries)))
-    before = np.asarray(is_before_start(rows, entries))
+    distances = jnp.arange(entries, dtype=jnp.int32)
+    found = read_ring(jnp.asarray(ring), jnp.asarray(values), row_geometry(rows), distances)
+    found = np.asarray(found)
     for (slot, position), row in places.items():
         for distance in range(entries):
             at = position - distance
-            assert before[row, distance] == (at < 0)
             if at >= 0:
                 expected = values[places[slot, at]] if (slot, at) in places else 100 * slot + at
                 assert found[row, distance] == expected
@@ -100,7 +112,7 @@ def test_ring_and_step_together_give_the_latest_positions(step, in_front: bool, 
 
 def test_rows_of_equal_positions_in_other_slots_are_no_neighbours() -> None:
     rows = make_rows(np.zeros((2, 1)), start=[4, 5])
-    assert not bool(look_back(rows, 2).is_in_step[1, 1])
+    assert int(row_geometry(rows).slot_offsets[1]) == 1
 
 
 def test_blocks_that_do_not_divide_the_chunk_are_refused() -> None:
@@ -108,7 +120,21 @@ def test_blocks_that_do_not_divide_the_chunk_are_refused() -> None:
         make_rows(np.zeros((1, 6)), rows_per_block=4)
 
 
-@pytest.mark.parametrize("capacity", [0, -2, 7])
-def test_capacity_that_is_no_positive_even_number_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"cache capacity: got {capacity}, expected a positive even number"):
-        empty_cache(TINY, 1, capacity, FLOAT32)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slots": 0}, "cache num_slots: got 0, expected a positive integer"),
+        ({"num_pages": -1}, "cache num_pages: got -1, expected a positive integer"),
+        ({"window_slack": -1}, "cache window_slack: got -1, expected 0 or more"),
+        ({"page_tokens": 7}, "cache page_tokens: got 7, expected an even number"),
+    ],
+)
+def test_cache_sizes_that_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**{"num_slots": 1, "pages_per_slot": 1, "num_pages": 1, **changes})
+
+
+def test_too_few_pages_for_all_slots_are_refused() -> None:
+    cache = empty_cache(TINY, CacheConfig(num_slots=2, pages_per_slot=3, num_pages=5), FLOAT32)
+    with pytest.raises(ValueError, match="cache pages: got 5, expected at least 2 slots x 3"):
+        with_own_pages(cache)

@@ -1,7 +1,7 @@
-"""From logits to a token: greedy, temperature and top-p against a sampler in plain NumPy.
+"""Temperature, top-k, top-p and min-p alone: which tokens stay, and who wins among equals.
 
-Separate because the rules are tested on logits alone, without a model.
-Read next: `test_randomness.py`.
+Separate because the filters are tested on scores alone, without a request.
+Read next: `test_sample.py`, where they meet the other controls.
 """
 
 from __future__ import annotations
@@ -9,121 +9,144 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_jax.sampling.logits import keep_top_p, sample_tokens, scale_by_temperature
-from deepinfer_jax.sampling.randomness import SAMPLE_TOKEN, gumbel
+from deepinfer_jax.arrays import MASKED_SCORE
+from deepinfer_jax.sampling.logits import (
+    is_greedy,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    scale_by_temperature,
+)
 
 VOCAB = 8
 ROWS = 4
-NEVER = -np.inf
+EVERYTHING = np.ones((ROWS, VOCAB), bool)
 
-sample = jax.jit(sample_tokens)
-keep = jax.jit(keep_top_p)
+best_k = jax.jit(keep_top_k)
+best_mass = jax.jit(keep_top_p)
+above = jax.jit(keep_min_p)
+scale = jax.jit(scale_by_temperature)
 
 # Whole quarters: many ties, and no two different probabilities that rounding could exchange.
-logit_rows = st.lists(
-    st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=VOCAB, max_size=VOCAB),
+score_rows = st.lists(
+    st.lists(st.integers(-40, 0).map(lambda n: n / 4), min_size=VOCAB, max_size=VOCAB),
     min_size=ROWS,
     max_size=ROWS,
 )
 
 
-def plain_top_p(logits: np.ndarray, top_p: float) -> tuple[set[int], float]:
-    """Keep tokens by falling probability until they hold top_p; also the distance of the decision.
-
-    Returns:
-        The kept ids, how near a running total came to top_p.
-    """
-    weights = np.exp(logits.astype(np.float64) - logits.max())
-    probabilities = weights / weights.sum()
-    kept, total, nearest = set(), 0.0, 1.0
-    for token in sorted(range(len(logits)), key=lambda token: (-probabilities[token], token)):
-        nearest = min(nearest, abs(total - top_p))
-        if kept and total >= top_p:
-            break
-        kept.add(token)
-        total += probabilities[token]
-    return kept, nearest
+def rows_of(scores: list[list[float]]) -> np.ndarray:
+    """Float32 [ROWS, VOCAB] with the best of each row at 0."""
+    array = np.array(scores, np.float32)
+    return array - array.max(axis=1, keepdims=True)
 
 
-def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
-    logits = jnp.array([[0, 3, 3, 1, 3, 0, 0, 0], [2, 2, 2, 2, 2, 2, 2, 2], [-9, -8, -7, -6, -5, -4, -3, -2]])
-    noise = 100.0 * jax.random.normal(jax.random.key(0), logits.shape)
-    tokens = sample(logits.astype(jnp.float32), jnp.zeros(3), jnp.full(3, 0.5), noise)
-    assert tokens.tolist() == [1, 0, 7]
-    assert tokens.dtype == jnp.int32
+def full(value: float, dtype: type = np.float32) -> np.ndarray:
+    return np.full(ROWS, value, dtype)
 
 
-@given(logits=logit_rows, top_p=st.floats(0.01, 0.99))
-def test_top_p_keeps_what_the_plain_sampler_keeps(logits: list[list[float]], top_p: float) -> None:
-    array = np.array(logits, np.float32)
-    found = np.asarray(keep(array, np.full(ROWS, top_p, np.float32)))
+def ranking(scores: np.ndarray) -> list[int]:
+    return sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+
+
+@given(scores=score_rows, top_k=st.integers(0, VOCAB + 2))
+def test_top_k_keeps_exactly_k_and_the_lower_id_of_equals(scores: list[list[float]], top_k: int) -> None:
+    array = rows_of(scores)
+    found = np.asarray(best_k(array, full(top_k, np.int32)))
     for row in range(ROWS):
-        kept, nearest = plain_top_p(array[row], float(np.float32(top_p)))
-        if nearest > 1e-6:
-            assert set(np.flatnonzero(found[row] > NEVER).tolist()) == kept
-        np.testing.assert_array_equal(found[row][found[row] > NEVER], array[row][found[row] > NEVER])
+        assert set(np.flatnonzero(found[row])) == set(ranking(array[row])[: top_k or VOCAB])
 
 
-@given(logits=logit_rows)
-def test_top_p_always_keeps_the_best_token(logits: list[list[float]]) -> None:
-    array = np.array(logits, np.float32)
-    found = np.asarray(keep(array, np.full(ROWS, 1e-30, np.float32)))
-    assert (np.isfinite(found).sum(axis=1) == 1).all()
+@given(scores=score_rows, top_p=st.floats(0.01, 0.99), top_k=st.integers(0, VOCAB))
+def test_top_p_keeps_the_smallest_mass_of_what_top_k_kept(
+    scores: list[list[float]], top_p: float, top_k: int
+) -> None:
+    array = rows_of(scores)
+    is_kept = np.asarray(best_k(array, full(top_k, np.int32)))
+    found = np.asarray(best_mass(array, is_kept, full(top_p)))
+    for row in range(ROWS):
+        order = ranking(array[row])[: top_k or VOCAB]
+        weights = np.exp(array[row].astype(np.float64))[order]
+        before = (np.cumsum(weights) - weights) / weights.sum()
+        if np.abs(before - np.float32(top_p)).min() > 1e-6:
+            expected = {token for token, mass in zip(order, before, strict=True) if mass < top_p}
+            assert set(np.flatnonzero(found[row])) == expected
+
+
+@pytest.mark.parametrize("eighths", range(1, VOCAB + 1))
+def test_exact_halves_of_equals_end_at_the_lower_ids(eighths: int) -> None:
+    equal = np.zeros((ROWS, VOCAB), np.float32)
+    exact, above_it = np.float32(eighths / 8), np.nextafter(np.float32(eighths / 8), np.float32(2))
+    for top_p, count in ((exact, eighths), (min(above_it, np.float32(1)), min(eighths + 1, VOCAB))):
+        found = np.asarray(best_mass(equal, EVERYTHING, full(top_p)))
+        np.testing.assert_array_equal(found, np.arange(VOCAB)[None] < np.full((ROWS, 1), count))
+
+
+def test_top_p_renormalises_after_top_k() -> None:
+    equal = np.zeros((ROWS, VOCAB), np.float32)
+    four = np.asarray(best_k(equal, full(4, np.int32)))
+    assert np.asarray(best_mass(equal, four, full(0.5))).sum(axis=1).tolist() == [2] * ROWS
+    # A token that top_k dropped is not kept again, equal as it is.
+    odd = np.tile(np.arange(VOCAB) % 2 == 1, (ROWS, 1))
+    assert np.flatnonzero(np.asarray(best_mass(equal, odd, full(0.5)))[0]).tolist() == [1, 3]
+    assert np.flatnonzero(np.asarray(best_mass(equal, odd, full(1.0)))[0]).tolist() == [1, 3, 5, 7]
+
+
+@given(scores=score_rows, top_p=st.sampled_from([1e-45, 1e-30, 1e-3]))
+def test_top_p_always_keeps_the_best_token(scores: list[list[float]], top_p: float) -> None:
+    array = rows_of(scores)
+    found = np.asarray(best_mass(array, EVERYTHING, full(top_p)))
     np.testing.assert_array_equal(found.argmax(axis=1), array.argmax(axis=1))
+    assert (found.sum(axis=1) == 1).all()
 
 
 def test_top_p_of_one_keeps_every_token_however_unlikely() -> None:
-    logits = np.array([[0.0, -60.0, -80.0, -90.0]], np.float32)
-    np.testing.assert_array_equal(keep(logits, np.ones(1, np.float32)), logits)
+    scores = np.tile(np.array([0, -60, -80, -90, -100, -200, -1e30, -2], np.float32), (ROWS, 1))
+    assert np.asarray(best_mass(scores, EVERYTHING, full(1.0))).all()
+    # What has no weight in float32 is left out by any other mass.
+    found = np.asarray(best_mass(scores, EVERYTHING, full(np.nextafter(np.float32(1), np.float32(0)))))
+    assert not found[:, 4:7].any()
 
 
-def test_each_row_has_its_own_top_p_and_temperature() -> None:
-    logits = np.tile(np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), (3, 1))
-    kept = np.isfinite(np.asarray(keep(logits, np.array([0.4, 0.79, 0.9], np.float32))))
-    assert kept.sum(axis=1).tolist() == [1, 2, 3]
-    scaled = scale_by_temperature(jnp.asarray(logits), jnp.array([0.5, 1.0, 0.0]))
-    np.testing.assert_allclose(scaled, logits * np.array([[2.0], [1.0], [1.0]], np.float32), rtol=1e-6)
+def test_min_p_keeps_a_part_of_the_best() -> None:
+    scores = np.log(np.array([[1, 0.5, 0.3, 0.05, 0.5, 1e-30, 1, 0.29]] * ROWS, np.float32))
+    found = np.asarray(above(scores, np.array([0, 1, 0.4, 0.2], np.float32)))
+    kept = [np.flatnonzero(row).tolist() for row in found]
+    assert kept == [[*range(VOCAB)], [0, 6], [0, 1, 4, 6], [0, 1, 2, 4, 6, 7]]
 
 
-def draws_of(logits: np.ndarray, temperature: float, top_p: float, count: int = 4000) -> np.ndarray:
-    """Sample one token at each of many positions of one seed."""
-    seeds = np.tile(np.array([3, 5], np.uint32), (count, 1))
-    noise = gumbel(jnp.asarray(seeds), jnp.arange(count, dtype=jnp.int32), SAMPLE_TOKEN, len(logits))
-    rows = np.tile(logits, (count, 1)).astype(np.float32)
-    full = (np.full(count, temperature, np.float32), np.full(count, top_p, np.float32))
-    return np.asarray(sample(rows, *full, noise))
+def test_masked_tokens_do_no_harm() -> None:
+    scores = np.full((ROWS, VOCAB), MASKED_SCORE, np.float32)
+    scores[:, 5] = 0
+    for found in (
+        best_k(scores, full(1, np.int32)),
+        best_mass(scores, EVERYTHING, full(0.9)),
+        above(scores, full(1e-30)),
+    ):
+        assert np.flatnonzero(np.asarray(found)[0]).tolist() == [5]
+    assert np.asarray(best_k(scores, full(3, np.int32))).sum(axis=1).tolist() == [3] * ROWS
 
 
-def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
-    expected = probabilities * len(tokens)
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    return float((np.square(counts - expected) / expected).sum())
+def test_temperature_divides_the_distance_from_the_best() -> None:
+    logits = np.tile(np.array([3, 1, 2, -5, 3, 0, 0.5, MASKED_SCORE], np.float32), (ROWS, 1))
+    found = np.asarray(scale(logits, np.array([0.5, 2, 0, 1e-6], np.float32)))
+    distance = logits[0] - 3
+    for row, factor in enumerate([2, 0.5, 1, 1]):
+        np.testing.assert_array_equal(found[row], distance * np.float32(factor))
+    temperatures = jnp.array([0, 9.9e-6, 1e-5, 1], jnp.float32)
+    assert np.asarray(is_greedy(temperatures)).tolist() == [True, True, False, False]
 
 
-PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.2, 0.02, 0.08, 0.1, 0.05])
-CHI_SQUARE_LIMIT = 24.3  # 7 degrees of freedom, one in a thousand
-
-
-def test_tokens_follow_the_probabilities() -> None:
-    tokens = draws_of(np.log(PROBABILITIES), temperature=1.0, top_p=1.0)
-    assert chi_square(tokens, PROBABILITIES) < CHI_SQUARE_LIMIT
-    # The same draws do not pass for another distribution.
-    assert chi_square(tokens, np.full(VOCAB, 1 / VOCAB)) > 10 * CHI_SQUARE_LIMIT
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    for temperature in (0.5, 2.0):
-        wanted = PROBABILITIES ** (1 / temperature)
-        tokens = draws_of(np.log(PROBABILITIES), temperature, top_p=1.0)
-        assert chi_square(tokens, wanted / wanted.sum()) < CHI_SQUARE_LIMIT
-
-
-def test_top_p_renormalises_what_it_keeps() -> None:
-    tokens = draws_of(np.log(PROBABILITIES), temperature=1.0, top_p=0.65)
-    assert set(tokens.tolist()) == {1, 2, 3}
-    wanted = np.array([0.4, 0.1, 0.2]) / 0.7
-    renumbered = np.searchsorted([1, 2, 3], tokens)
-    assert chi_square(renumbered, wanted) < 13.8  # 2 degrees of freedom, one in a thousand
+@pytest.mark.parametrize("temperature", [1e-5, 1e30])
+def test_no_temperature_makes_a_nan_or_moves_the_best(temperature: float) -> None:
+    largest = float(np.finfo(np.float32).max)
+    logits = np.array([[largest, -largest, 0, MASKED_SCORE, 1, 2, 3, 4]] * ROWS, np.float32)
+    logits[1] = MASKED_SCORE
+    found = np.asarray(scale(logits, full(temperature)))
+    assert not np.isnan(found).any()
+    assert found[0, 0] == 0
+    assert (found[:, 3] == MASKED_SCORE).all()

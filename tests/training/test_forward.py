@@ -6,7 +6,6 @@ Read next: `test_lm.py`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.arrays import Storage, spec_leaves
+from deepinfer_jax.arrays import QuantArray, Storage, spec_leaves
 from deepinfer_jax.checkpoint import load_weights, write_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.config_json import parse_config
+from deepinfer_jax.kernels import weight_values
 from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.model.weights import Weights, weight_specs
 from deepinfer_jax.testing.golden import ChunkRunner
@@ -28,7 +28,6 @@ from deepinfer_jax.training.forward import Batch, TrainingMode, forward, segment
 from deepinfer_jax.training.losses import BALANCE_LOSS, INDEX_LOSS, Z_LOSS, token_losses, training_loss
 from deepinfer_jax.training.optimizer import balance_biases, compute_weights, initial_weights
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CONFIG = replace(
     SMALLEST,
     num_hidden_layers=5,
@@ -211,20 +210,9 @@ round_as_stored = jax.jit(compute_weights, static_argnums=(1, 2, 3))
 
 
 @pytest.fixture(scope="module")
-def quantized() -> tuple[dict, ModelConfig]:
+def quantized(smallest_document: dict) -> tuple[dict, ModelConfig]:
     """Document and configuration of `SMALLEST` in mixed storage."""
-    document = json.loads((GOLDEN / "tiny_fp8fp4" / "config.json").read_text())
-    text = document["text_config"]
-    for key in [key for key in text if key.startswith("dspark") or key == "num_nextn_predict_layers"]:
-        del text[key]
-    for key in ("num_hidden_layers", "compress_ratios", "kv_source_layer_ids", "index_source_layer_ids"):
-        text[key] = getattr(SMALLEST, key)
-    for key in ("candidate_source_layer_id", "engram_layer_ids", "engram_num_embeddings"):
-        text[key] = getattr(SMALLEST, key)
-    document = json.loads(json.dumps(document))
-    config = parse_config(document)
-    assert config == replace(SMALLEST, is_quantized=True)
-    return document, config
+    return smallest_document, parse_config(smallest_document)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -235,12 +223,24 @@ def test_quantized_weights_are_what_a_written_checkpoint_reads_back(quantized, t
     found = load_weights(tmp_path, config, dtype)
     expected = round_as_stored(masters, config, dtype, True)
     np.testing.assert_array_equal(found.token_map, expected.token_map)
-    leaves = [jax.tree.leaves(tree.replace(token_map=None)) for tree in (found, expected)]
+    leaves = [
+        jax.tree.leaves(tree.replace(token_map=None), is_leaf=is_resident) for tree in (found, expected)
+    ]
     for (name, spec), left, right in zip(spec_leaves(weight_specs(config)), *leaves, strict=True):
+        assert is_resident(left) == spec.storage.is_quantized, name
+        # In the compute dtype, which a tensor that is not quantised has already.
+        left = values_of(left, dtype) if is_resident(left) else left
         assert left.dtype == right.dtype, name
         # A bfloat16 tensor is rounded by the file alone when the compute dtype is float32.
         stored = right.astype(jnp.bfloat16) if spec.storage is Storage.BF16 else right
         np.testing.assert_array_equal(left.astype(jnp.float32), stored.astype(jnp.float32), err_msg=name)
+
+
+values_of = jax.jit(weight_values, static_argnames="dtype")
+
+
+def is_resident(leaf: object) -> bool:
+    return isinstance(leaf, QuantArray)
 
 
 def test_rounding_reaches_what_the_file_stores_rounded_and_nothing_else(quantized) -> None:

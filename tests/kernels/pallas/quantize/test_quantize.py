@@ -17,10 +17,10 @@ from deepinfer_jax.kernels import (
     quantize_dequantize_fp4_scaled,
     quantize_dequantize_fp8,
 )
-from deepinfer_jax.kernels.quantize import power_of_two_scale, round_e2m1, round_e4m3
+from deepinfer_jax.kernels.pallas.quantize import power_of_two_scale, round_e2m1, round_e4m3
 from deepinfer_jax.testing.golden import read_golden
 
-GOLDEN = read_golden(Path(__file__).parents[1] / "golden", "quantizers")
+GOLDEN = read_golden(Path(__file__).parents[3] / "golden", "quantizers")
 
 QUANTIZERS = {
     "fp8_e8m0_g32": quantize_dequantize_fp8,
