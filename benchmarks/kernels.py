@@ -22,14 +22,20 @@ from generate import append_results, describe_run, print_results
 from deepinfer_jax import kernels
 from deepinfer_jax.kernels.cases import RELEASED
 from deepinfer_jax.kernels.pallas.hyper_connection.cases import HyperCase
+from deepinfer_jax.kernels.pallas.quantize_rows.cases import RowsCase
 from deepinfer_jax.testing.battery import named_operands
 
-OPS = ("sparse_attention", "index_top_k", "grouped_experts", "engram_gather", "hyper_connection")
+OPS = (
+    *("sparse_attention", "index_top_k", "grouped_experts", "engram_gather", "hyper_connection"),
+    "quantize_rows",
+)
 
 
 def operation_of(name: str, case: Any) -> Any:
     """Give the function that a table's cases call."""
-    return kernels.enter_site if isinstance(case, HyperCase) else getattr(kernels, name)
+    if isinstance(case, HyperCase):
+        return kernels.enter_site
+    return kernels.pack_rows if isinstance(case, RowsCase) else getattr(kernels, name)
 
 
 def measure(name: str, case: Any, implementation: str | None, repeats: int) -> dict[str, Any]:

@@ -118,12 +118,13 @@ class Initializer:
 
     def draw(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Draw an array in float32 and round it to `dtype`."""
-        draws = jax.random.normal(key, shape, jnp.float32)
+        return self.scaled(jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    def scaled(self, draws: Any) -> Any:
+        """Turn standard normal draws, of JAX or NumPy, into values."""
         if self.constant is None:
-            values = draws * (self.scale / math.sqrt(shape[-1]))
-        else:
-            values = self.constant + self.noise * draws
-        return values.astype(dtype)
+            return draws * (self.scale / math.sqrt(draws.shape[-1]))
+        return self.constant + self.noise * draws
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from .pallas.quantize import (
     quantize_dequantize_fp8,
     weight_values,
 )
+from .pallas.quantize_rows import pack_rows, round_rows, unpack_rows
 from .pallas.sparse_attention import attend, sparse_attention
-from .row_format import CACHE_FORMATS, CacheFormat, RowFormat, pack_rows, round_rows, unpack_rows
+from .row_format import CACHE_FORMATS, CacheFormat, RowFormat
 
 __all__ = [
     "CACHE_FORMATS",

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..arrays import NOTHING, Array
 from .geometry import RowGeometry
-from .row_format import RowFormat, pack_rows, round_rows
+from .pallas.quantize_rows.ref import pack_rows, round_rows
+from .row_format import RowFormat
 
 RELEASED = "released"
 """Tag of cases at the released model's widths: measured on a device, left out by the tests."""

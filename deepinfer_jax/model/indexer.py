@@ -38,7 +38,7 @@ def index_queries(
     flat = quantized_linear(qr, weights.wq_b, numerics)
     queries = flat.reshape(*qr.shape[:-1], config.index_n_heads, config.index_head_dim)
     queries = rotate_heads(queries, table)
-    return round_rows(queries, numerics.row_formats.index_key)
+    return round_rows(queries, numerics.row_formats.index_key, implementation=numerics.implementation)
 
 
 def head_weights(x: Array, weights: IndexerWeights, config: ModelConfig) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..arithmetic import contract, round_to
 from ..arrays import Array, QuantArray
-from ..kernels import quantize_dequantize_fp8, weight_values
+from ..kernels import RowFormat, round_rows, weight_values
 from .numerics import Numerics
 
 
@@ -44,7 +44,9 @@ def quantize_input(x: Array, numerics: Numerics) -> Array:
 
     Source: spec/model.md section 2, Linear (a).
     """
-    return quantize_dequantize_fp8(x) if numerics.quantizes_activations else x
+    if not numerics.quantizes_activations:
+        return x
+    return round_rows(x, RowFormat.FP8, implementation=numerics.implementation)
 
 
 def quantized_linear(x: Array, weight: Array | QuantArray, numerics: Numerics) -> Array:

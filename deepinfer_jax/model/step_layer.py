@@ -171,7 +171,7 @@ def _attention_site(carry: Carry, x: Array, layer: LayerCall) -> tuple[Carry, Ar
     table = context.plain if kind.role == "window" else context.scaled
     queries = attention.make_queries(x, table, attn, config, numerics)
     window_row = attention.window_key_value(x, table, attn, config, numerics)
-    packed_row = pack_rows(window_row, formats.window)
+    packed_row = pack_rows(window_row, formats.window, implementation=numerics.implementation)
     tap("attn.qr", queries.qr)
     tap("attn.q", queries.q)
     tap("attn.window_kv", unpack_rows(packed_row, formats.window, x.dtype))
@@ -214,7 +214,9 @@ def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
     entry = compressor.make_entry(
         pooled, starts, attn.compressor, attn.indexer, context.config, context.numerics
     )
-    kv, index_key = pack_rows(entry.kv, formats.entry), pack_rows(entry.index_key, formats.index_key)
+    implementation = context.numerics.implementation
+    kv = pack_rows(entry.kv, formats.entry, implementation=implementation)
+    index_key = pack_rows(entry.index_key, formats.index_key, implementation=implementation)
     tap("compressor.latent", entry.latent)
     tap("attn.compressed_kv", unpack_rows(kv, formats.entry, x.dtype))
     tap("indexer.k", unpack_rows(index_key, formats.index_key, x.dtype))

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from ..arrays import Array
 from ..kernels import RowFormat, unpack_rows
 from ..kernels.cases import RELEASED, Arguments, Case
 
@@ -60,9 +59,10 @@ def _jitted(op: Callable[..., Any], keywords: tuple[tuple[str, Any], ...]) -> Ca
 _unpack = jax.jit(partial(unpack_rows, dtype=jnp.float32), static_argnames="row_format")
 
 
-def unpacked(packed: Array, row_format: RowFormat) -> NDArray[np.float32]:
+def unpacked(packed: ArrayLike, row_format: RowFormat) -> NDArray[np.float32]:
     """Give the values of packed rows [..., width]; compiles once for many shapes."""
-    rows = np.asarray(packed).reshape(-1, packed.shape[-1])
+    packed = np.asarray(packed)
+    rows = packed.reshape(-1, packed.shape[-1])
     padded = np.pad(rows, ((0, -len(rows) % 1024), (0, 0)))
     values = np.asarray(_unpack(padded, row_format=row_format))[: len(rows)]
     return values.reshape(*packed.shape[:-1], values.shape[-1])

@@ -17,12 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arrays import Array
 from ..config import PAGE_TOKENS, CacheConfig, ModelConfig
-from ..kernels import unpack_rows
 from ..model.backbone import NO_TAPS, Taps, backbone, head_logits
 from ..model.cache import Cache, empty_cache, with_own_pages
 from ..model.numerics import Numerics
 from ..model.rows import Rows
 from ..model.weights import Weights
+from .battery import unpacked
 
 
 def read_golden(folder: str | Path, name: str) -> dict[str, np.ndarray]:
@@ -258,7 +258,7 @@ class ChunkRunner:
 def live_state(
     cache: Cache, config: ModelConfig, numerics: Numerics, slot: int, length: int
 ) -> dict[str, NDArray]:
-    """Read the entries of a slot that a later token may read, unpacked.
+    """Read the entries of a slot that a later token may read, unpacked to float32.
 
     Args:
         cache: the cache.
@@ -270,18 +270,17 @@ def live_state(
     Returns:
         Arrays by part of the cache, in order of position.
     """
-    formats, dtype = numerics.row_formats, numerics.compute_dtype
+    formats = numerics.row_formats
     latest = _latest(length, config.sliding_window)
     window = np.asarray(cache.window)[:, slot, latest % cache.window.shape[2]]
-    state = {"window": np.asarray(unpack_rows(jnp.asarray(window), formats.window, dtype))}
+    state: dict[str, NDArray] = {"window": unpacked(window, formats.window)}
     table = np.asarray(cache.page_table)[slot]
     for ratio, pages in cache.compressed.items():
         groups = np.arange(length // ratio)
         entries = pages.kv.shape[2]
         at = (slice(None), table[groups // entries], groups % entries)
-        kv, keys = (jnp.asarray(np.asarray(part)[at]) for part in (pages.kv, pages.index_keys))
-        state[f"compressed_{ratio}"] = np.asarray(unpack_rows(kv, formats.entry, dtype))
-        state[f"index_keys_{ratio}"] = np.asarray(unpack_rows(keys, formats.index_key, dtype))
+        state[f"compressed_{ratio}"] = unpacked(np.asarray(pages.kv)[at], formats.entry)
+        state[f"index_keys_{ratio}"] = unpacked(np.asarray(pages.index_keys)[at], formats.index_key)
     pending = np.arange(length - length % 2, length) % cache.pending_kv.shape[2]
     state["pending_kv"] = np.asarray(cache.pending_kv)[:, slot, pending]
     state["pending_score"] = np.asarray(cache.pending_score)[:, slot, pending]

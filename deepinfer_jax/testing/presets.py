@@ -6,6 +6,7 @@ Read next: `golden.py`, which feeds them.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, random_arrays, random_resident_arrays
+from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, random_resident_arrays
 from ..checkpoint.formats import quantize
 from ..config import DraftConfig, ModelConfig, YarnScaling
 from ..model.engram import primes_above
@@ -73,9 +74,6 @@ TINY = ModelConfig(
 )
 """The golden files' model: window 8, every kind of layer, Engram on two layers, two draft stages."""
 
-TINY_WINDOW_128 = replace(TINY, sliding_window=128)
-"""The same with the released window, for what depends on lengths."""
-
 SMALLEST = replace(
     TINY,
     num_hidden_layers=3,
@@ -101,6 +99,9 @@ ONE_OF_EACH = replace(
     draft=DraftConfig(),
 )
 """One layer of each kind, but two adjacent Reuse layers, which become a scan."""
+
+ONE_OF_EACH_WINDOW_128 = replace(ONE_OF_EACH, sliding_window=128)
+"""The same with the released window, for what depends on lengths."""
 
 
 def released_pattern(extra_repeats: int = 0) -> ModelConfig:
@@ -206,6 +207,8 @@ def random_token_map(config: ModelConfig, seed: int = 0) -> Array:
 def random_weights(config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
     """Draw weights in which every bias, scale and norm differs from what would leave its path idle.
 
+    On the host: on the device, a program would be compiled for every shape.
+
     Args:
         config: the architecture.
         key: base key.
@@ -214,7 +217,14 @@ def random_weights(config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike 
     Returns:
         The weights, token map included.
     """
-    weights = random_arrays(weight_specs(config), key, dtype)
+    words = np.asarray(jax.random.key_data(key)).tolist()
+
+    def draw(spec: ArraySpec) -> Array:
+        random = np.random.default_rng([*words, zlib.crc32(spec.name.encode())])
+        values = spec.initializer.scaled(random.standard_normal(spec.stacked_shape, np.float32))
+        return jnp.asarray(values.astype(spec.memory_dtype(dtype)))
+
+    weights = jax.tree.map(draw, weight_specs(config), is_leaf=is_spec)
     return weights.replace(token_map=random_token_map(config))
 
 

@@ -68,7 +68,7 @@ def test_held_out_losses_are_within_the_bound() -> None:
 
 def test_greedy_text_is_english_and_repeats(nano: Model) -> None:
     first = generate(START, greedy(60), nano)
-    assert first == generate(START, greedy(60), nano)
+    assert generate(START, greedy(30), nano).token_ids == first.token_ids[:30]
     assert len(first.token_ids) == 60 or first.finish_reason == "stop"
     assert first.text.replace("\n", " ").isprintable()
     words = re.findall(r"\S+", first.text)
@@ -80,7 +80,7 @@ def test_greedy_text_is_english_and_repeats(nano: Model) -> None:
 
 
 def test_seeds_give_different_stories(nano: Model) -> None:
-    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=seed) for seed in (1, 2, 1, 3)]
+    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=seed) for seed in (1, 2, 1, 3)]
     texts = [generate(START, one, nano).text for one in params]
     assert texts[0] == texts[2]
     assert len(set(texts)) == 3

@@ -22,7 +22,7 @@ def golden_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_weights() -> Weights:
-    """Random float32 weights of `TINY`; they fit `TINY_WINDOW_128` too."""
+    """Random float32 weights of `TINY`."""
     return random_weights(TINY, jax.random.key(1))
 
 

@@ -12,11 +12,11 @@ import pytest
 from deepinfer_jax.arrays import random_arrays
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.backbone import backbone, head_logits
-from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
+from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.rows import Rows
-from deepinfer_jax.model.weights import weight_specs
+from deepinfer_jax.model.weights import Weights, weight_specs
 from deepinfer_jax.testing.golden import fresh_cache, make_rows
-from deepinfer_jax.testing.presets import SMALLEST, random_weights, released_pattern
+from deepinfer_jax.testing.presets import SMALLEST, released_pattern
 
 COMPILE_LIMIT_SECONDS = 30  # on two CPU cores, for the 40-layer pattern at tiny widths
 
@@ -33,11 +33,14 @@ def lower(config: ModelConfig, rows: Rows):
         hidden, _, cache = backbone(weights, config, rows, cache, OFFICIAL)
         return head_logits(hidden, weights, OFFICIAL), cache
 
-    specs = weight_specs(config)
-    weights = jax.eval_shape(lambda: random_arrays(specs, jax.random.key(0), OFFICIAL.compute_dtype))
-    weights = weights.replace(token_map=jax.ShapeDtypeStruct((config.vocab_size,), jnp.int32))
     cache = jax.eval_shape(lambda: fresh_cache(config, 8, 256, OFFICIAL))
-    return jax.jit(step).lower(weights, rows, cache)
+    return jax.jit(step).lower(weight_shapes(config, OFFICIAL), rows, cache)
+
+
+def weight_shapes(config: ModelConfig, numerics: Numerics) -> Weights:
+    specs = weight_specs(config)
+    weights = jax.eval_shape(lambda: random_arrays(specs, jax.random.key(0), numerics.compute_dtype))
+    return weights.replace(token_map=jax.ShapeDtypeStruct((config.vocab_size,), jnp.int32))
 
 
 @pytest.mark.usefixtures("without_compilation_cache")
@@ -63,7 +66,7 @@ def test_equal_layers_do_not_grow_the_program() -> None:
 
 @pytest.fixture(scope="module")
 def traced_shapes() -> list[int]:
-    """Rows of each trace while two shapes were fed with everything that may vary in them."""
+    """Rows of each trace while two shapes were given everything that may vary in them, uncompiled."""
     traces: list[int] = []
 
     @jax.jit
@@ -71,8 +74,7 @@ def traced_shapes() -> list[int]:
         traces.append(rows.token_ids.shape[0])
         return backbone(weights, SMALLEST, rows, cache, FLOAT32)
 
-    weights = random_weights(SMALLEST, jax.random.key(2))
-    cache = fresh_cache(SMALLEST, 4, 64, FLOAT32)
+    weights, cache = weight_shapes(SMALLEST, FLOAT32), fresh_cache(SMALLEST, 4, 64, FLOAT32)
     for length in (1, 8):
         tokens = np.arange(4 * length).reshape(4, length)
         for start, counts, slots in (
@@ -82,7 +84,8 @@ def traced_shapes() -> list[int]:
         ):
             is_image = tokens % 3 == 0
             rows = make_rows(tokens, start=start, is_image=is_image, lengths=counts, slots=slots)
-            _, _, cache = step(weights, rows, cache)
+            # Each step takes what the one before gives.
+            _, _, cache = step.trace(weights, rows, cache).out_info
     return traces
 
 

@@ -22,9 +22,6 @@ from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import weight_specs
 from deepinfer_jax.testing.golden import (
     ChunkRunner,
-    fresh_cache,
-    make_rows,
-    model_step,
     read_golden,
 )
 from deepinfer_jax.testing.presets import TINY
@@ -61,18 +58,18 @@ OTHER_NAMES = {"layers.8.indexer.k": "layers.6.indexer.k"}
 ALL_TAPS = frozenset({OTHER_NAMES.get(name, name) for name in FULL_NAMES} | set(DRAFT_INPUTS))
 
 
+def make_runner(weights, numerics: Numerics, config=TINY, taps: Taps = NO_TAPS, chunk: int = LENGTH):
+    """Both golden sequences in slots of their own; one shape for steps of any length."""
+    return ChunkRunner(weights, config, numerics, **SIZES, chunk=chunk, taps=taps)
+
+
 def one_shot(
     weights, numerics: Numerics, token_ids: np.ndarray, is_image=None, config=TINY, taps: Taps = NO_TAPS
 ):
     """Run both golden sequences in one step: logits [2, T, V] and taps [2, T, ...]."""
-    rows = make_rows(token_ids, is_image=is_image, rows_per_block=LENGTH)
-    cache = fresh_cache(config, 2, LENGTH, numerics, page_tokens=LENGTH)
-    logits, values, _ = model_step(weights, config, rows, cache, numerics, taps)
-
-    def by_row(value) -> np.ndarray:
-        return np.asarray(value).reshape(2, LENGTH, *value.shape[1:])
-
-    return by_row(logits), {name: by_row(value) for name, value in values.items()}
+    runner = make_runner(weights, numerics, config, taps)
+    logits = np.stack(runner.feed(list(token_ids), None if is_image is None else list(is_image)))
+    return logits, {name: np.stack([tapped[name] for tapped in runner.tapped]) for name in taps}
 
 
 def as_stored(name: str, value: np.ndarray) -> np.ndarray:
@@ -144,7 +141,7 @@ def decoded(bf16_weights):
     for mode, numerics in NUMERICS.items():
         golden = read_golden(FOLDER, f"decode_kvquant_{mode}")
         tokens, prefill = golden["input_ids"], int(golden["prefill_len"])
-        runner = ChunkRunner(bf16_weights, TINY, numerics, **SIZES, chunk=prefill)
+        runner = make_runner(bf16_weights, numerics, taps=ALL_TAPS)
         parts, states = [runner.feed(list(tokens[:, :prefill]))], {}
         states[prefill] = runner.live_state(0)
         for position in range(prefill, LENGTH):
@@ -247,8 +244,7 @@ def test_decode_state(decoded, mode: str, name: str) -> None:
 )
 def test_decode_logits_in_other_chunks(bf16_weights, mode: str, sizes: tuple[int, ...]) -> None:
     golden = read_golden(FOLDER, f"decode_kvquant_{mode}")
-    chunk = int(golden["prefill_len"])
-    runner = ChunkRunner(bf16_weights, TINY, NUMERICS[mode], **SIZES, chunk=chunk)
+    runner = make_runner(bf16_weights, NUMERICS[mode], taps=ALL_TAPS)
     logits = np.stack(runner.feed_all(list(golden["input_ids"]), sizes))
     assert_close(logits, golden["logits"], TOLERANCE[mode])
 
@@ -279,7 +275,7 @@ def is_quantized(leaf: object) -> bool:
 def run_in_sevens(weights, config, numerics: Numerics) -> tuple[np.ndarray, np.ndarray]:
     """Logits in chunks of 7, and what they should be, with quantised activations."""
     golden = read_golden(FOLDER, "full_tiny_fp8fp4")
-    runner = ChunkRunner(weights, config, numerics, **SIZES, chunk=7)
+    runner = make_runner(weights, numerics, config, chunk=7)
     logits = runner.feed_all(list(golden["input_ids"]), [7])
     return np.stack(logits), golden["logits_f32_actquant_kvquant_on"]
 

@@ -18,6 +18,7 @@ import pytest
 from deepinfer_jax.arrays import spec_leaves
 from deepinfer_jax.model.backbone import backbone, head_logits
 from deepinfer_jax.model.numerics import FLOAT32
+from deepinfer_jax.model.schedule import make_schedule
 from deepinfer_jax.model.weights import weight_specs
 from deepinfer_jax.testing.golden import fresh_cache, make_rows, model_step
 from deepinfer_jax.testing.presets import ONE_OF_EACH as CONFIG
@@ -63,13 +64,14 @@ def with_leaf(tree, name: str, value):
 
 @dataclass(frozen=True)
 class Problem:
-    """A scalar loss of the weights, its gradient, and the selections behind it."""
+    """A scalar loss of the weights, its gradient, the logits under it, and the selections behind it."""
 
     weights: Any
     rows: Any
     cache: Any
     cotangent: np.ndarray
     gradient: dict[str, np.ndarray]
+    logits: np.ndarray
 
     def evaluate(self, name: str, value: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """Give the loss, summed in float64, and all selections with one leaf replaced."""
@@ -84,10 +86,11 @@ def gradient(weights, config, rows, cache, cotangent):
     # The token map holds integers, so it stays outside of what is differentiated.
     def loss(weights):
         hidden, _, _ = backbone(weights.replace(token_map=token_map), config, rows, cache, FLOAT32)
-        return jnp.sum(head_logits(hidden, weights, FLOAT32) * cotangent)
+        logits = head_logits(hidden, weights, FLOAT32)
+        return jnp.sum(logits * cotangent), logits
 
     token_map = weights.token_map
-    return jax.grad(loss)(weights.replace(token_map=None))
+    return jax.grad(loss, has_aux=True)(weights.replace(token_map=None))
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +100,17 @@ def problem() -> Problem:
     rows = make_rows(tokens, is_image=np.arange(LENGTH)[None] % 11 == 5)
     cache = fresh_cache(CONFIG, 1, LENGTH, FLOAT32)
     cotangent = random.normal(size=(LENGTH, CONFIG.vocab_size)).astype(np.float32)
-    found = gradient(weights, CONFIG, rows, cache, jnp.asarray(cotangent))
+    found, logits = gradient(weights, CONFIG, rows, cache, jnp.asarray(cotangent))
     arrays = {name: np.asarray(leaf) for name, leaf in to_leaves(found).items()}
-    return Problem(weights, rows, cache, cotangent.astype(np.float64), arrays)
+    return Problem(weights, rows, cache, cotangent.astype(np.float64), arrays, np.asarray(logits))
+
+
+def test_scanned_layers_equal_unrolled_layers(problem: Problem) -> None:
+    """Two adjacent layers of one kind are scanned in the gradient, and with taps they are not."""
+    runs = [run for segment in make_schedule(CONFIG) for run in segment.runs]
+    assert max(run.length for run in runs) == 2
+    unrolled, _, _ = model_step(problem.weights, CONFIG, problem.rows, problem.cache, FLOAT32, SELECTIONS)
+    assert_close(problem.logits, unrolled, "equivalence_float32")
 
 
 def central_difference(problem: Problem, name: str, direction: np.ndarray, slope: float) -> float:

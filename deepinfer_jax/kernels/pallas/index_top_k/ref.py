@@ -14,7 +14,8 @@ from jax import lax
 from ....arithmetic import contract
 from ....arrays import MASKED_SCORE, Array
 from ...geometry import RowGeometry
-from ...row_format import RowFormat, unpack_rows
+from ...row_format import RowFormat
+from ..quantize_rows.ref import unpack_rows
 from .selection import CandidateRule, candidate_blocks, mask_invisible, restrict_to_candidates, select
 
 PAGES_AT_ONCE = 8

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from ....arithmetic import contract, round_to
 from ....arrays import MASKED_SCORE, Array
 from ...geometry import RowGeometry
-from ...row_format import CacheFormat, unpack_rows
+from ...row_format import CacheFormat
+from ..quantize_rows.ref import unpack_rows
 
 
 def sparse_attention(
