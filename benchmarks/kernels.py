@@ -13,6 +13,7 @@ import importlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from deepinfer_jax import kernels
 from deepinfer_jax.kernels.cases import RELEASED
 from deepinfer_jax.kernels.pallas.hyper_connection.cases import HyperCase
 from deepinfer_jax.kernels.pallas.quantize_rows.cases import RowsCase
-from deepinfer_jax.testing.battery import named_operands
+from deepinfer_jax.testing.battery import draw_case
 
 OPS = (
     *("sparse_attention", "index_top_k", "grouped_experts", "engram_gather", "hyper_connection"),
@@ -38,24 +39,28 @@ def operation_of(name: str, case: Any) -> Any:
     return kernels.pack_rows if isinstance(case, RowsCase) else getattr(kernels, name)
 
 
-def measure(name: str, case: Any, implementation: str | None, repeats: int) -> dict[str, Any]:
-    """Time one case after a warm-up."""
-    op = operation_of(name, case)
-    arguments = case.arguments(jax.random.key(0))
-    operands = named_operands(op, arguments)
-    keywords = arguments.keywords | {"implementation": implementation}
-    run = jax.jit(lambda operands: op(**operands, **keywords))
-    started = time.perf_counter()
-    jax.block_until_ready(run(operands))
-    compiled = time.perf_counter() - started
+def median_seconds(run: Callable[[Any], Any], operands: Any, repeats: int) -> float:
+    """Time calls of a compiled program, each waited for."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(run(operands))
         seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def measure(name: str, case: Any, implementation: str | None, repeats: int) -> dict[str, Any]:
+    """Time one case after a warm-up."""
+    op = operation_of(name, case)
+    operands, keywords = draw_case(op, case, jax.random.key(0))
+    keywords |= {"implementation": implementation}
+    run = jax.jit(lambda operands: op(**operands, **keywords))
+    started = time.perf_counter()
+    jax.block_until_ready(run(operands))
+    compiled = time.perf_counter() - started
     return {
         "name": f"{name}/{case.name}",
-        "value": round(1e6 * statistics.median(seconds), 1),
+        "value": round(1e6 * median_seconds(run, operands, repeats), 1),
         "unit": "us",
         "implementation": implementation or "best",
         "compile_s": round(compiled, 1),
@@ -68,14 +73,9 @@ def measure_copy(repeats: int) -> dict[str, Any]:
     values = jnp.zeros(2**28, jnp.float32)
     add = jax.jit(lambda x: x + 1)
     add(values).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        add(values).block_until_ready()
-        seconds.append(time.perf_counter() - started)
     return {
         "name": "read and write 1 GiB of float32",
-        "value": round(2 * values.nbytes / statistics.median(seconds) / 1e9, 1),
+        "value": round(2 * values.nbytes / median_seconds(add, values, repeats) / 1e9, 1),
         "unit": "GB/s",
     }
 

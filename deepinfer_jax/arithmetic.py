@@ -1,4 +1,4 @@
-"""Rounding and contraction as this package means them, whatever XLA would make of them.
+"""Rounding, contraction and tiles of rows as this package means them, whatever XLA would make of them.
 
 Separate because kernels, model, sampling and training must round at the same places.
 Read next: `kernels/__init__.py` and `model/linear.py`, which build on these.
@@ -6,8 +6,10 @@ Read next: `kernels/__init__.py` and `model/linear.py`, which build on these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -41,3 +43,59 @@ def contract(subscripts: str, *operands: Array) -> Array:
     return jnp.einsum(
         subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
+
+
+def fenced[T](values: T) -> T:
+    """Keep XLA from fusing across the border of a tile: what is fused decides the last bits."""
+    return lax.optimization_barrier(values)
+
+
+def cut_tiles[T](rows: T, tile: int, mode: str = "constant") -> T:
+    """Cut rows into tiles of one size.
+
+    Args:
+        rows: a tree of arrays [R, ...].
+        tile: rows of a tile.
+        mode: what fills the last tile up: "constant" for zeros, "edge" for copies of the last row.
+
+    Returns:
+        The tree with arrays [tiles, tile, ...].
+    """
+
+    def cut(array: Array) -> Array:
+        padding = [(0, -array.shape[0] % tile)] + [(0, 0)] * (array.ndim - 1)
+        padded = jnp.pad(array, padding, mode=mode)
+        return padded.reshape(padded.shape[0] // tile, tile, *array.shape[1:])
+
+    return jax.tree.map(cut, rows)
+
+
+def join_tiles[T](tiles: T, num_rows: int) -> T:
+    """Put tiles [tiles, tile, ...] together again and drop what filled up the last one: [R, ...]."""
+
+    def join(array: Array) -> Array:
+        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])[:num_rows]
+
+    return jax.tree.map(join, tiles)
+
+
+def map_tiles(function: Callable[[Any], Any], rows: Any, tile: int) -> Any:
+    """Apply a function of rows tile by tile, so that a row's result is bitwise the same in any number.
+
+    Every tile has one shape, and the last one is filled up with copies of the last row, which need no
+    work that it does not need itself. A loop of one tile is inlined; the fences keep it from being fused
+    into other code than a loop of many.
+
+    Args:
+        function: of a tree of arrays [tile, ...], to a tree of such arrays.
+        rows: a tree of arrays [R, ...].
+        tile: rows of a tile.
+
+    Returns:
+        The results as a tree of arrays [R, ...].
+
+    Source: spec/platform.md section 8 (rows of a product differ between shapes).
+    """
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    tiles = cut_tiles(rows, tile, mode="edge")
+    return join_tiles(lax.map(lambda part: fenced(function(fenced(part))), tiles), num_rows)

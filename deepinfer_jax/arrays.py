@@ -206,6 +206,11 @@ class ArraySpec:
         payload = "I8" if self.storage is Storage.MXFP4 else "F8_E4M3"
         return [("", packed, payload), (".scale", scale_shape, "F8_E8M0")]
 
+    @property
+    def resident_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a quantised stack in device memory: payload, packed for MXFP4, and scales."""
+        return tuple(self._stack_sizes + shape for _, shape, _ in self.stored_shapes(is_quantized=True))
+
     def memory_dtype(self, compute_dtype: Any) -> Any:
         """Give the dtype in device memory for a compute dtype: what is stored as F32 stays float32."""
         return jnp.float32 if self.storage is Storage.F32 else compute_dtype
@@ -287,9 +292,7 @@ def _draw_quantized(spec: ArraySpec, key: Array) -> QuantArray:
     lower = math.floor(exponent)
     threshold = round(256 * (4 ** (exponent - lower) - 1) / 3)
     keys = jax.random.split(key)
-    payload_shape, scale_shape = (
-        spec.stacked_shape[: -len(spec.shape)] + shape for _, shape, _ in spec.stored_shapes(True)
-    )
+    payload_shape, scale_shape = spec.resident_shapes
     if is_mxfp4:
         payload = _random_bytes(keys[0], payload_shape)
     else:

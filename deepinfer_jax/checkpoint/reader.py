@@ -203,8 +203,7 @@ class Checkpoint:
         return jnp.asarray(stack)
 
     def _load_quantized(self, spec: ArraySpec, count: Callable[[], None]) -> QuantArray:
-        stack_sizes = spec.stacked_shape[: -len(spec.shape)]
-        payload_shape, scale_shape = (stack_sizes + shape for _, shape, _ in spec.stored_shapes(True))
+        payload_shape, scale_shape = spec.resident_shapes
         is_mxfp4 = spec.storage is Storage.MXFP4
         payload = np.empty(payload_shape, np.uint8 if is_mxfp4 else jnp.float8_e4m3fn)
         scales = np.empty(scale_shape, np.uint8)

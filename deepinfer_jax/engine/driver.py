@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import NOTHING
-from ..config import CacheConfig, ModelConfig
+from ..config import PAGE_TOKENS, CacheConfig, ModelConfig
 from ..model.numerics import Numerics
 from ..model.weights import Weights
 from ..plans import (
@@ -179,8 +179,7 @@ class Driver:
     def _sizes(self) -> CacheConfig:
         options = self.options
         num_slots = options.num_slots or bucket_for(len(self.generations), SLOT_BUCKETS, "prompts")
-        longest = max(self._num_tokens(slot) for slot in range(len(self.generations)))
-        needed = -(-longest // CacheConfig.for_slots(1, 1).page_tokens)
+        needed = max(self._num_pages(slot) for slot in range(len(self.generations)))
         pages = options.pages_per_slot or bucket_for(needed, PAGE_BUCKETS, "pages of a request")
         if len(self.generations) > num_slots or needed > pages:
             raise RequestError(
@@ -190,8 +189,10 @@ class Driver:
             )
         return CacheConfig(num_slots, pages, num_slots * pages)
 
-    def _num_tokens(self, slot: int) -> int:
-        return len(self.generations[slot].prompt_ids) + self.params[slot].max_tokens
+    def _num_pages(self, slot: int) -> int:
+        """Count the pages that a request can need."""
+        num_tokens = len(self.generations[slot].prompt_ids) + self.params[slot].max_tokens
+        return -(-num_tokens // PAGE_TOKENS)
 
     def _is_active(self) -> np.ndarray:
         running = [generation.finish_reason is None for generation in self.generations]
@@ -222,7 +223,7 @@ class Driver:
         table = np.full((self.sizes.num_slots, self.sizes.pages_per_slot), NOTHING, np.int32)
         free = 0
         for slot in range(len(self.generations)):
-            count = -(-self._num_tokens(slot) // self.sizes.page_tokens)
+            count = self._num_pages(slot)
             table[slot, :count] = np.arange(free, free + count)
             free += count
         return table

@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arithmetic import fenced, join_tiles, map_tiles
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import collapse, initial_streams, rms_norm
@@ -132,10 +132,7 @@ def head_logits(hidden: Array, weights: Weights, numerics: Numerics) -> Array:
     """Project hidden states [R, D] to logits [R, V] in float32, in the tiles of the backbone."""
     if not numerics.batch_invariant:
         return linear_float32(hidden, weights.head)
-    num_rows = hidden.shape[0]
-    padded = jnp.pad(hidden, ((0, -num_rows % ROW_TILE), (0, 0))).reshape(-1, ROW_TILE, hidden.shape[1])
-    logits = lax.map(lambda tile: _fenced(linear_float32(_fenced(tile), weights.head)), padded)
-    return logits.reshape(-1, logits.shape[-1])[:num_rows]
+    return map_tiles(lambda tile: linear_float32(tile, weights.head), hidden, ROW_TILE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +140,6 @@ class _Step:
     """What one pass of rows through the layers works with."""
 
     weights: Weights
-    rows: Rows
     context: StepContext
     table_rows: Array
     recorder: TapRecorder
@@ -165,11 +161,6 @@ def _checked(numerics: Numerics, config: ModelConfig) -> Numerics:
     )
 
 
-def _fenced[T](values: T) -> T:
-    """Keep XLA from fusing across the border of a tile: what is fused decides the last bits."""
-    return lax.optimization_barrier(values)
-
-
 def _over_tiles[T](
     run: Callable[[Cache, Rows], tuple[Cache, T]], cache: Cache, rows: Rows, numerics: Numerics
 ) -> tuple[Cache, T]:
@@ -180,8 +171,8 @@ def _over_tiles[T](
     if not numerics.batch_invariant:
         return run(cache, rows)
     tiles = row_tiles(rows, ROW_TILE)
-    cache, results = lax.scan(lambda cache, tile: _fenced(run(*_fenced((cache, tile)))), cache, tiles)
-    return cache, jax.tree.map(lambda tiled: tiled.reshape(-1, *tiled.shape[2:])[:num_rows], results)
+    cache, results = lax.scan(lambda cache, tile: fenced(run(*fenced((cache, tile)))), cache, tiles)
+    return cache, join_tiles(results, num_rows)
 
 
 def _start(
@@ -191,7 +182,7 @@ def _start(
     context = step_context(rows, config, numerics)
     table_rows, cache = _engram_rows(weights, context, rows, cache)
     carry = _initial_carry(weights, config, rows, cache, numerics)
-    return _Step(weights, rows, context, table_rows, TapRecorder(taps), carry)
+    return _Step(weights, context, table_rows, TapRecorder(taps), carry)
 
 
 def _write_windows(carry: Carry, step: _Step, num_layers: int | None = None) -> Cache:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from ..arithmetic import cut_tiles
 from ..arrays import Array
 from ..kernels import RowGeometry
 
@@ -87,13 +87,7 @@ def row_tiles(rows: Rows, tile: int) -> Rows:
     Returns:
         The same fields as [tiles, tile, ...], in blocks that divide a tile.
     """
-    total = rows.token_ids.shape[0]
-    padding = -total % tile
-
-    def cut(values: Array) -> Array:
-        return jnp.pad(values, (0, padding)).reshape((total + padding) // tile, tile)
-
-    tiles = jax.tree.map(cut, rows)
+    tiles = cut_tiles(rows, tile)
     return tiles.replace(rows_per_block=math.gcd(rows.rows_per_block, tile))
 
 

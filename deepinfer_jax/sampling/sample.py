@@ -18,13 +18,13 @@ Read next: the modules named above; `../testing/samplers.py` is the same with pl
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from ..arithmetic import map_tiles
 from ..arrays import MASKED_SCORE, Array
 from .logits import is_greedy, keep_min_p, keep_top_k, keep_top_p, scale_by_temperature
 from .penalties import add_bias, mask_stops, penalize
@@ -82,25 +82,7 @@ def sample(
     choose = partial(_sample_tile, is_forbidden=is_forbidden, num_logprobs=num_logprobs)
     if not batch_invariant:
         return choose(rows)
-
-    num_rows = logits.shape[0]
-    num_tiles = -(-num_rows // SAMPLING_TILE)
-
-    def tiled(array: Array) -> Array:
-        padding = num_tiles * SAMPLING_TILE - num_rows
-        # Copies of the last row need no work that it does not need itself.
-        padded = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1), mode="edge")
-        return padded.reshape(num_tiles, SAMPLING_TILE, *array.shape[1:])
-
-    def choose_alone(tile: Any) -> Sampled:
-        # A loop of one tile is inlined; the barriers keep it from being fused into other code than
-        # a loop of many.
-        return lax.optimization_barrier(choose(lax.optimization_barrier(tile)))
-
-    chosen = lax.map(choose_alone, jax.tree.map(tiled, rows))
-    return jax.tree.map(
-        lambda array: array.reshape(num_tiles * SAMPLING_TILE, *array.shape[2:])[:num_rows], chosen
-    )
+    return map_tiles(choose, rows, SAMPLING_TILE)
 
 
 def control_logits(logits: Array, sampler: SamplerState, is_forbidden: Array) -> Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..arrays import Array
 from ..kernels import RowFormat, unpack_rows
 from ..kernels.cases import RELEASED, Arguments, Case
 
@@ -28,6 +29,12 @@ def tiny_cases[AnyCase: Case](cases: Iterable[AnyCase]) -> list[AnyCase]:
 def named_operands(op: Callable[..., Any], arguments: Arguments) -> dict[str, Any]:
     """Give the positional operands by the names of the operation's parameters."""
     return dict(zip(inspect.signature(op).parameters, arguments.positional, strict=False))
+
+
+def draw_case(op: Callable[..., Any], case: Case, key: Array) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw a case of an operation: its operands by name, and its keywords."""
+    arguments = case.arguments(key)
+    return named_operands(op, arguments), dict(arguments.keywords)
 
 
 def call_op(

@@ -261,8 +261,10 @@ def as_resident(weights: Weights, config: ModelConfig) -> Weights:
             return stack
         host = np.asarray(stack)
         parts = [quantize(spec.storage, host[index], name) for index, name in spec.tensors()]
-        lead = host.shape[: host.ndim - len(spec.shape)]
-        payload, scales = (np.stack(part).reshape(*lead, *part[0].shape) for part in zip(*parts, strict=True))
+        payload, scales = (
+            np.stack(part).reshape(shape)
+            for part, shape in zip(zip(*parts, strict=True), spec.resident_shapes, strict=True)
+        )
         if spec.storage is Storage.MXFP4:
             payload = payload.view(np.uint8)
         return QuantArray(jnp.asarray(payload), jnp.asarray(scales.view(np.uint8)), spec.storage, spec.axes)

@@ -1,6 +1,6 @@
 """Slow and obvious formulations in plain Python integers and NumPy float64.
 
-Separate from the tests because several of them, and later issues, compare with the same formulas.
+Separate from the tests because several of them, and benchmarks, compare with the same formulas.
 Read next: `tolerances.py`.
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from ....arithmetic import round_to
 from ....arrays import Array
@@ -37,7 +36,7 @@ from ..quantize.ref import (
 
 @straight_through
 def _round_bfloat16(values: Array) -> Array:
-    return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+    return round_to(values, jnp.bfloat16).astype(values.dtype)
 
 
 _ROUNDING = {

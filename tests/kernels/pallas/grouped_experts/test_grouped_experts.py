@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +22,16 @@ from deepinfer_jax.kernels import (
 from deepinfer_jax.kernels.pallas.grouped_experts.api import IMPLEMENTATIONS
 from deepinfer_jax.kernels.pallas.grouped_experts.cases import CASES, ExpertsCase
 from deepinfer_jax.testing import references
-from deepinfer_jax.testing.battery import call_op, named_operands, tiny_cases
+from deepinfer_jax.testing.battery import call_op, draw_case, tiny_cases
 from deepinfer_jax.testing.tolerances import assert_close
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 BY_NAME = {case.name: case for case in CASES}
+draw = partial(draw_case, grouped_experts)
 WEIGHTS = ("w1", "w3", "w2")
 
 _values = jax.jit(dequantize, static_argnames="dtype")
 _rounded = jax.jit(quantize_dequantize_fp8)
-
-
-def draw(case: ExpertsCase, key: jax.Array) -> tuple[dict, dict]:
-    arguments = case.arguments(key)
-    return named_operands(grouped_experts, arguments), arguments.keywords
 
 
 def by_loop(operands: dict, keywords: dict) -> np.ndarray:

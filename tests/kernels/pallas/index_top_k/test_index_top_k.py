@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,12 @@ from deepinfer_jax.kernels.cases import Span, span_geometry
 from deepinfer_jax.kernels.pallas.index_top_k.api import IMPLEMENTATIONS
 from deepinfer_jax.kernels.pallas.index_top_k.cases import CASES, IndexCase
 from deepinfer_jax.testing import references
-from deepinfer_jax.testing.battery import call_op, named_operands, tiny_cases, unpacked
+from deepinfer_jax.testing.battery import call_op, draw_case, tiny_cases, unpacked
 from deepinfer_jax.testing.tolerances import assert_close
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 BY_NAME = {case.name: case for case in CASES}
-
-
-def draw(case: IndexCase, key: jax.Array) -> tuple[dict, dict]:
-    arguments = case.arguments(key)
-    return named_operands(index_top_k, arguments), arguments.keywords
+draw = partial(draw_case, index_top_k)
 
 
 def call(operands: dict, keywords: dict, implementation: str | None = None, want_scores: bool = True):
