@@ -30,6 +30,7 @@ def grouped_experts(
     *,
     swiglu_limit: float,
     quantizes_input: bool,
+    row_tile: int | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Apply to every row the experts it chose, weighed; the caller adds over the choices.
@@ -47,6 +48,8 @@ def grouped_experts(
         layer: int32 scalar, place in the stacks.
         swiglu_limit: the clamp (static).
         quantizes_input: whether x and the hidden values are rounded to FP8 per 32 channels (static).
+        row_tile: rows of every matrix product (static), so that a row's result is bitwise that of a call
+            with `row_tile` rows; None for products of all rows at once, which can be differentiated.
         implementation: a name, or None for the best.
 
     Returns:
@@ -74,4 +77,5 @@ def grouped_experts(
         *(x, expert_ids, routing_weights, w1, w3, w2, jnp.asarray(layer, jnp.int32)),
         swiglu_limit=swiglu_limit,
         quantizes_input=quantizes_input,
+        row_tile=row_tile,
     )

@@ -229,3 +229,13 @@ def test_unknown_implementation_is_refused(plain) -> None:
     operands, keywords = plain
     with pytest.raises(ImplementationError, match="grouped_experts: got implementation 'cuda'"):
         grouped_experts(**operands, **keywords, implementation="cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 20, 130])
+def test_tiles_of_rows_give_the_bits_of_a_call_of_one_tile(step, step_result, rows: int) -> None:
+    _, operands, keywords = step
+    # Some rows of the step, several times over, as they meet on a device that holds their experts.
+    chosen = np.random.default_rng(rows).integers(0, 64, rows)
+    gathered = operands | {name: operands[name][chosen] for name in ROW_OPERANDS}
+    found = call_op(grouped_experts, gathered, keywords | {"row_tile": 64})
+    np.testing.assert_array_equal(found, step_result[chosen])
