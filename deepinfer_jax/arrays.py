@@ -38,7 +38,7 @@ LOGICAL_AXES = frozenset(
     {
         *("rows", "slots", "entries", "pages", "layers", "sources", "streams", "mix", "scalars"),
         *("embed", "vocab", "heads", "head_dim", "q_rank", "o_groups", "o_rank", "group_input"),
-        *("experts", "ffn", "index_heads", "index_head_dim", "engram_rows", "engram_row"),
+        *("experts", "router", "ffn", "index_heads", "index_head_dim", "engram_rows", "engram_row"),
         *("engram_input", "engram_output", "markov_rank", "draft_input", "confidence_input"),
     }
 )
