@@ -6,8 +6,9 @@ Read next: `step.py` (the device side), `engine/driver.py` (the host side).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,9 @@ class Admission(NamedTuple):
 
 class PrefillPlan(NamedTuple):
     """One prefill step: rows of prompts, the rows of a slot adjacent, in blocks of `ROWS_PER_BLOCK`.
+
+    Where slots are divided over devices, the rows of each device's slots follow those of the one before,
+    as many for each.
 
     Attributes:
         token_ids: int32 [R], padded with 0.
@@ -99,21 +103,40 @@ def bucket_for(size: int, buckets: tuple[int, ...], what: str) -> int:
 
 
 def prefill_plans(
-    spans: Sequence[PromptSpan], num_slots: int, max_rows: int = ROW_BUCKETS[-1], max_chunk: int | None = None
+    spans: Sequence[PromptSpan],
+    num_slots: int,
+    max_rows: int = ROW_BUCKETS[-1],
+    max_chunk: int | None = None,
+    slot_shares: int = 1,
+    row_shares: int = 1,
 ) -> list[PrefillPlan]:
     """Pack prompts into steps, in order, each step as full as it gets.
 
     Args:
         spans: what to run, at most one for each slot.
         num_slots: B.
-        max_rows: rows of the largest step, one of `ROW_BUCKETS`.
+        max_rows: rows of the largest step on each device, one of `ROW_BUCKETS`.
         max_chunk: tokens of one slot in one step at most, any number by default.
+        slot_shares: devices, or groups of them, that have slots of their own.
+        row_shares: devices that share the rows of a slot.
 
     Returns:
         The steps in order.
     """
-    starts = [span.start for span in spans]
+    slots_each = num_slots // slot_shares
+    shares = [[span for span in spans if span.slot // slots_each == share] for share in range(slot_shares)]
+    queues = [_pieces(share, max_rows * row_shares, max_chunk) for share in shares]
     plans = []
+    for pieces in zip_longest(*queues, fillvalue=[]):
+        used = max(sum(_padded_rows(piece) for piece in share) for share in pieces)
+        rows = bucket_for(-(-used // row_shares), ROW_BUCKETS, "prefill rows") * row_shares
+        plans.append(_pack(pieces, num_slots, rows))
+    return plans
+
+
+def _pieces(spans: Sequence[PromptSpan], max_rows: int, max_chunk: int | None) -> Iterator[list[PromptSpan]]:
+    """Cut prompts into what runs in each step on one share of the slots."""
+    starts = [span.start for span in spans]
     while any(start < span.stop for start, span in zip(starts, spans, strict=True)):
         pieces, used = [], 0
         for number, span in enumerate(spans):
@@ -121,29 +144,35 @@ def prefill_plans(
             stop = min(span.stop, starts[number] + room)
             if stop > starts[number]:
                 pieces.append(PromptSpan(span.slot, span.token_ids, starts[number], stop))
-                used += -(-(stop - starts[number]) // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
+                used += _padded_rows(pieces[-1])
                 starts[number] = stop
-        plans.append(_pack(pieces, num_slots, bucket_for(used, ROW_BUCKETS, "prefill rows")))
-    return plans
+        yield pieces
 
 
-def _pack(pieces: Sequence[PromptSpan], num_slots: int, num_rows: int) -> PrefillPlan:
+def _padded_rows(piece: PromptSpan) -> int:
+    return -(-(piece.stop - piece.start) // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
+
+
+def _pack(shares: Sequence[Sequence[PromptSpan]], num_slots: int, rows_each: int) -> PrefillPlan:
+    num_rows = rows_each * len(shares)
+    # Padding stands for the first slot of its share: each device knows its own slots only.
+    first_slots = np.arange(len(shares), dtype=np.int32) * (num_slots // len(shares))
     plan = PrefillPlan(
         token_ids=np.zeros(num_rows, np.int32),
-        slots=np.zeros(num_rows, np.int32),
+        slots=np.repeat(first_slots, rows_each),
         positions=np.zeros(num_rows, np.int32),
         is_valid=np.zeros(num_rows, bool),
         last_rows=np.full(num_slots, NOTHING, np.int32),
     )
-    row = 0
-    for piece in pieces:
-        count = piece.stop - piece.start
-        padded = -(-count // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
-        plan.token_ids[row : row + count] = piece.token_ids[piece.start : piece.stop]
-        plan.slots[row : row + padded] = piece.slot
-        plan.positions[row : row + padded] = np.arange(piece.start, piece.start + padded)
-        plan.is_valid[row : row + count] = True
-        if piece.stop == len(piece.token_ids):
-            plan.last_rows[piece.slot] = row + count - 1
-        row += padded
+    for number, pieces in enumerate(shares):
+        row = number * rows_each
+        for piece in pieces:
+            count, padded = piece.stop - piece.start, _padded_rows(piece)
+            plan.token_ids[row : row + count] = piece.token_ids[piece.start : piece.stop]
+            plan.slots[row : row + padded] = piece.slot
+            plan.positions[row : row + padded] = np.arange(piece.start, piece.start + padded)
+            plan.is_valid[row : row + count] = True
+            if piece.stop == len(piece.token_ids):
+                plan.last_rows[piece.slot] = row + count - 1
+            row += padded
     return plan

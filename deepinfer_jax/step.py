@@ -7,19 +7,23 @@ Read next: `model/backbone.py` (what a step computes), `engine/driver.py` (who c
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
-from .arrays import Array
+from .arrays import NOTHING, Array
 from .config import CacheConfig, ModelConfig
-from .model.backbone import backbone, encode, head_logits
+from .model.backbone import backbone, encode, head_logits, own_row_ids
 from .model.cache import Cache, empty_cache
 from .model.numerics import Numerics
 from .model.rows import Rows, chunk_rows, text_rows
-from .model.weights import Weights
+from .model.weights import Weights, weight_words
 from .plans import ROWS_PER_BLOCK, Admission, PrefillPlan
 from .sampling.sample import sample
 from .sampling.state import (
@@ -31,6 +35,9 @@ from .sampling.state import (
     record_prompt,
     record_token,
 )
+from .sharding.exchange import axes_index, axes_size, bring_chosen
+from .sharding.layout import SINGLE, Layout
+from .sharding.place import partitions
 
 
 class EngineState(struct.PyTreeNode):
@@ -75,59 +82,138 @@ class StepOutput(struct.PyTreeNode):
     top_logprobs: Array
 
 
-@partial(jax.jit, static_argnames=("config", "sizes", "numerics"))
+def state_words() -> EngineState:
+    """Give the logical axes of the state's arrays, one tuple for all arrays below a field."""
+    slots: Any = ("slots",)
+    stacked: Any = ("layers", "slots")
+    pages: Any = ("sources", "pages")
+    whole: Any = ()
+    cache = Cache(
+        window=stacked,
+        compressed=pages,
+        page_table=slots,
+        pending_kv=stacked,
+        pending_score=stacked,
+        engram_ids=slots,
+        decoder_starts=slots,
+    )
+    return EngineState(
+        cache=cache, sampler=slots, lengths=slots, tokens=slots, is_running=slots, is_forbidden=whole
+    )
+
+
+class Target(NamedTuple):
+    """Where a step runs (static): a layout, and the mesh that it is on; one device without a mesh."""
+
+    layout: Layout = SINGLE
+    mesh: Mesh | None = None
+
+    def run(self, step: Callable[..., Any], *arguments: Any, words: tuple[Any, ...], out: Any) -> Any:
+        """Run a step on every device's share of its arguments.
+
+        Args:
+            step: takes the arguments.
+            arguments: trees of arrays.
+            words: logical axes of each argument, tuples of words at the leaves of a prefix of its tree.
+            out: the same of the result.
+
+        Returns:
+            What the step returns, put together.
+        """
+        if self.mesh is None:
+            return step(*arguments)
+        specs = partitions((words, out), self.layout)
+        # No check of what is replicated: words that travel as bits defeat its bookkeeping.
+        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        return mapped(*arguments)
+
+    def shard(self, word: str) -> Array | int:
+        """Give this device's place among those that a logical axis is divided over."""
+        return axes_index(self.layout.axes_of(word))
+
+
+ONE_DEVICE = Target()
+
+
+@partial(jax.jit, static_argnames=("config", "sizes", "numerics", "target"))
 def initial_state(
-    is_forbidden: Array, *, config: ModelConfig, sizes: CacheConfig, numerics: Numerics
+    is_forbidden: Array,
+    *,
+    config: ModelConfig,
+    sizes: CacheConfig,
+    numerics: Numerics,
+    target: Target = ONE_DEVICE,
 ) -> EngineState:
     """Make the state of empty slots.
 
     Args:
         is_forbidden: bool [V], tokens that no request may get.
         config: the architecture.
-        sizes: of the cache.
+        sizes: of the cache, over all devices.
         numerics: the choice of arithmetic.
+        target: where the state lies.
 
     Returns:
         The state.
     """
-    num_slots = sizes.num_slots
-    return EngineState(
-        cache=empty_cache(config, sizes, numerics),
-        sampler=empty_sampler(num_slots, config.vocab_size),
-        lengths=jnp.zeros(num_slots, jnp.int32),
-        tokens=jnp.zeros(num_slots, jnp.int32),
-        is_running=jnp.zeros(num_slots, bool),
-        is_forbidden=is_forbidden,
-    )
+
+    def make(is_forbidden: Array) -> EngineState:
+        shares = axes_size(target.layout.axes_of("slots"))
+        num_slots = sizes.num_slots // shares
+        own = dataclasses.replace(sizes, num_slots=num_slots, num_pages=sizes.num_pages // shares)
+        return EngineState(
+            cache=empty_cache(config, own, numerics),
+            sampler=empty_sampler(num_slots, config.vocab_size),
+            lengths=jnp.zeros(num_slots, jnp.int32),
+            tokens=jnp.zeros(num_slots, jnp.int32),
+            is_running=jnp.zeros(num_slots, bool),
+            is_forbidden=is_forbidden,
+        )
+
+    return target.run(make, is_forbidden, words=((),), out=state_words())
 
 
-@partial(jax.jit, donate_argnames=("state",))
-def admit_step(state: EngineState, admission: Admission) -> EngineState:
+@partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
+def admit_step(state: EngineState, admission: Admission, *, target: Target = ONE_DEVICE) -> EngineState:
     """Start new requests in some slots; what those held before is forgotten. Consumes `state`.
 
     Args:
         state: state of the slots.
         admission: the new requests.
+        target: where the state lies.
 
     Returns:
         The state; nothing of the prompts has run yet.
     """
-    is_new = jnp.asarray(admission.is_admitted)
-    cache = state.cache.replace(
-        page_table=jnp.where(is_new[:, None], admission.page_table, state.cache.page_table),
-        decoder_starts=jnp.where(is_new, admission.decoder_starts, state.cache.decoder_starts),
-    )
-    return state.replace(
-        cache=cache,
-        sampler=admit_parameters(state.sampler, is_new, admission.parameters),
-        lengths=jnp.where(is_new, 0, state.lengths),
-        is_running=state.is_running & ~is_new,
-    )
+
+    def admit(state: EngineState, admission: Admission) -> EngineState:
+        is_new = jnp.asarray(admission.is_admitted)
+        num_pages = min(pages.kv.shape[1] for pages in state.cache.compressed.values())
+        pages = jnp.asarray(admission.page_table)
+        pages = jnp.where(pages >= 0, pages - target.shard("pages") * num_pages, NOTHING)
+        cache = state.cache.replace(
+            page_table=jnp.where(is_new[:, None], pages, state.cache.page_table),
+            decoder_starts=jnp.where(is_new, admission.decoder_starts, state.cache.decoder_starts),
+        )
+        return state.replace(
+            cache=cache,
+            sampler=admit_parameters(state.sampler, is_new, admission.parameters),
+            lengths=jnp.where(is_new, 0, state.lengths),
+            is_running=state.is_running & ~is_new,
+        )
+
+    return target.run(admit, state, admission, words=(state_words(), ("slots",)), out=state_words())
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("config", "numerics", "target"), donate_argnames=("state",))
 def encode_step(
-    weights: Weights, state: EngineState, plan: PrefillPlan, *, config: ModelConfig, numerics: Numerics
+    weights: Weights,
+    state: EngineState,
+    plan: PrefillPlan,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    target: Target = ONE_DEVICE,
 ) -> EngineState:
     """Run the encoder half on prompt rows before `decoder_starts`. Consumes `state`.
 
@@ -137,16 +223,25 @@ def encode_step(
         plan: the rows; no prompt ends in them.
         config: the architecture.
         numerics: the choice of arithmetic.
+        target: where weights and state lie.
 
     Returns:
         The state.
     """
-    rows = _prompt_rows(plan)
-    cache = encode(weights, config, rows, state.cache, numerics)
-    return _extend(state.replace(cache=cache), rows)
+
+    def run(weights: Weights, state: EngineState, plan: PrefillPlan) -> EngineState:
+        rows = _prompt_rows(plan, state, target)
+        cache = encode(weights, config, rows, state.cache, numerics, layout=target.layout)
+        return _extend(state.replace(cache=cache), rows)
+
+    words = (weight_words(config), state_words(), ("slots",))
+    return target.run(run, weights, state, plan, words=words, out=state_words())
 
 
-@partial(jax.jit, static_argnames=("config", "numerics", "num_logprobs"), donate_argnames=("state",))
+_STATIC = ("config", "numerics", "num_logprobs", "target")
+
+
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
 def prefill_step(
     weights: Weights,
     state: EngineState,
@@ -155,6 +250,7 @@ def prefill_step(
     config: ModelConfig,
     numerics: Numerics,
     num_logprobs: int = 0,
+    target: Target = ONE_DEVICE,
 ) -> tuple[EngineState, StepOutput]:
     """Run prompt rows and sample where a prompt ends. Consumes `state`.
 
@@ -165,19 +261,32 @@ def prefill_step(
         config: the architecture.
         numerics: the choice of arithmetic.
         num_logprobs: most probable tokens to report.
+        target: where weights and state lie.
 
     Returns:
         The state and what was sampled.
     """
-    rows = _prompt_rows(plan)
-    hidden, _, cache = backbone(weights, config, rows, state.cache, numerics)
-    state = _extend(state.replace(cache=cache), rows)
-    last_hidden = hidden[jnp.maximum(plan.last_rows, 0)]
-    is_sampled = jnp.asarray(plan.last_rows) >= 0
-    return _sample(weights, state, last_hidden, is_sampled, numerics, num_logprobs)
+    layout = target.layout
+
+    def run(weights: Weights, state: EngineState, plan: PrefillPlan) -> tuple[EngineState, StepOutput]:
+        rows = _prompt_rows(plan, state, target)
+        hidden, _, cache = backbone(weights, config, rows, state.cache, numerics, layout=layout)
+        state = _extend(state.replace(cache=cache), rows)
+        num_rows = rows.slots.shape[0]
+        is_sampled = jnp.asarray(plan.last_rows) >= 0
+        last_rows = jnp.asarray(plan.last_rows) - target.shard("slots") * num_rows
+        if layout.sequence_axes:
+            row_ids = own_row_ids(num_rows, numerics, layout)
+            last_hidden = bring_chosen(hidden, row_ids, last_rows, layout.sequence_axes)
+        else:
+            last_hidden = hidden[jnp.clip(last_rows, 0, num_rows - 1)]
+        return _sample(weights, state, last_hidden, is_sampled, numerics, num_logprobs, layout)
+
+    words = (weight_words(config), state_words(), ("slots",))
+    return target.run(run, weights, state, plan, words=words, out=(state_words(), ("slots",)))
 
 
-@partial(jax.jit, static_argnames=("config", "numerics", "num_logprobs"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
 def decode_step(
     weights: Weights,
     state: EngineState,
@@ -186,6 +295,7 @@ def decode_step(
     config: ModelConfig,
     numerics: Numerics,
     num_logprobs: int = 0,
+    target: Target = ONE_DEVICE,
 ) -> tuple[EngineState, StepOutput]:
     """Run each active slot's latest token and sample the next. Consumes `state`.
 
@@ -196,19 +306,28 @@ def decode_step(
         config: the architecture.
         numerics: the choice of arithmetic.
         num_logprobs: most probable tokens to report.
+        target: where weights and state lie.
 
     Returns:
         The state and what was sampled.
     """
-    is_sampled = is_active & state.is_running
-    rows = chunk_rows(state.tokens[:, None], state.lengths, is_sampled.astype(jnp.int32))
-    hidden, _, cache = backbone(weights, config, rows, state.cache, numerics)
-    state = state.replace(cache=cache, lengths=state.lengths + is_sampled.astype(jnp.int32))
-    return _sample(weights, state, hidden, is_sampled, numerics, num_logprobs)
+    layout = target.layout.while_decoding
+
+    def run(weights: Weights, state: EngineState, is_active: Array) -> tuple[EngineState, StepOutput]:
+        is_sampled = is_active & state.is_running
+        rows = chunk_rows(state.tokens[:, None], state.lengths, is_sampled.astype(jnp.int32))
+        hidden, _, cache = backbone(weights, config, rows, state.cache, numerics, layout=layout)
+        state = state.replace(cache=cache, lengths=state.lengths + is_sampled.astype(jnp.int32))
+        return _sample(weights, state, hidden, is_sampled, numerics, num_logprobs, layout)
+
+    words = (weight_words(config), state_words(), ("slots",))
+    return target.run(run, weights, state, is_active, words=words, out=(state_words(), ("slots",)))
 
 
-def _prompt_rows(plan: PrefillPlan) -> Rows:
-    arrays = (jnp.asarray(plan.token_ids), jnp.asarray(plan.slots), jnp.asarray(plan.positions))
+def _prompt_rows(plan: PrefillPlan, state: EngineState, target: Target) -> Rows:
+    """Make rows of a plan; slots count within this device's share."""
+    slots = jnp.asarray(plan.slots) - target.shard("slots") * state.lengths.shape[0]
+    arrays = (jnp.asarray(plan.token_ids), slots, jnp.asarray(plan.positions))
     return text_rows(*arrays, jnp.asarray(plan.is_valid), rows_per_block=ROWS_PER_BLOCK)
 
 
@@ -227,10 +346,12 @@ def _sample(
     is_sampled: Array,
     numerics: Numerics,
     num_logprobs: int,
+    layout: Layout,
 ) -> tuple[EngineState, StepOutput]:
     """Sample a token for each slot from its hidden state [B, D] and record it."""
+    logits = head_logits(hidden, weights, numerics, layout.while_decoding)
     sampled = sample(
-        *(head_logits(hidden, weights, numerics), state.sampler, state.lengths, state.is_forbidden),
+        *(logits, state.sampler, state.lengths, state.is_forbidden),
         num_logprobs=num_logprobs,
         batch_invariant=numerics.batch_invariant,
     )

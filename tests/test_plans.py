@@ -151,3 +151,29 @@ def test_buckets_fit_what_they_count() -> None:
     assert LOGPROB_BUCKETS == (0, MAX_LOGPROBS)
     # The released model's positions.
     assert PAGE_BUCKETS[-1] * PAGE_TOKENS == 2**20
+
+
+def test_shares_of_the_slots_run_side_by_side() -> None:
+    spans = [make_span(slot, length) for slot, length in ((0, 3), (1, 70), (4, 20), (5, 1))]
+    plans = prefill_plans(spans, 6, 64, slot_shares=3)
+    # Two slots a share: the first share needs two steps of 64 rows, the second has nothing to run.
+    assert [len(plan.token_ids) for plan in plans] == [192, 192]
+    assert plans[0].slots[64:128].tolist() == [2] * 64
+    assert not plans[0].is_valid[64:128].any()
+    alone = prefill_plans([make_span(0, 3), make_span(1, 70)], 2, 64)
+    last = prefill_plans([make_span(0, 20), make_span(1, 1)], 2, 64)
+    for number, plan in enumerate(plans):
+        for name in ("token_ids", "positions", "is_valid"):
+            np.testing.assert_array_equal(getattr(plan, name)[:64], getattr(alone[number], name))
+    np.testing.assert_array_equal(plans[0].slots[128:] - 4, last[0].slots)
+    ends = {slot: (step, plan.last_rows[slot]) for step, plan in enumerate(plans) for slot in (0, 1, 4, 5)}
+    assert plans[0].last_rows[4] == 128 + last[0].last_rows[0]
+    assert plans[0].last_rows[5] == 128 + last[0].last_rows[1]
+    assert plans[0].last_rows[0] == alone[0].last_rows[0]
+    assert ends[1] == (1, alone[1].last_rows[1])
+
+
+def test_devices_that_share_rows_have_steps_as_many_times_longer() -> None:
+    plans = prefill_plans([make_span(0, 2000)], 1, 256, row_shares=4)
+    assert [len(plan.token_ids) for plan in plans] == [1024, 1024]
+    assert [len(plan.token_ids) for plan in prefill_plans([make_span(0, 65)], 1, row_shares=4)] == [256]

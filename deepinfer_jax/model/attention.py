@@ -12,7 +12,8 @@ from ..arithmetic import contract, round_to
 from ..arrays import Array
 from ..config import ModelConfig
 from ..kernels import rms_norm, weight_values
-from .linear import quantized_linear
+from ..sharding.exchange import WHOLE, Placement, sum_parts
+from .linear import linear_float32, quantize_input, quantized_linear
 from .numerics import Numerics
 from .rope import Rotation, rotate, rotate_heads
 from .weights import AttentionWeights
@@ -44,7 +45,7 @@ def make_queries(
     """
     qr = rms_norm(quantized_linear(x, weights.wq_a, numerics), weights.q_norm, config.rms_norm_eps)
     flat = quantized_linear(qr, weights.wq_b, numerics)
-    q = flat.reshape(*x.shape[:-1], config.num_attention_heads, config.head_dim)
+    q = flat.reshape(*x.shape[:-1], -1, config.head_dim)
     return Queries(qr, rotate_heads(q, table))
 
 
@@ -71,26 +72,37 @@ def window_key_value(
     return rotate(row, table)
 
 
-def project_output(o: Array, weights: AttentionWeights, config: ModelConfig, numerics: Numerics) -> Array:
+def project_output(
+    o: Array,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    numerics: Numerics,
+    placement: Placement = WHOLE,
+) -> Array:
     """Project heads by groups: wo_b concat_g(wo_a[g] o_g).
 
     Args:
-        o: [..., N, H], rotated back.
+        o: [..., N, H], rotated back; of some whole groups if the heads are divided.
         weights: the layer's attention.
         config: the architecture.
         numerics: the static choice of arithmetic.
+        placement: who holds which heads.
 
     Returns:
         [..., D].
 
     Source: spec/model.md section 5; wo_a takes unquantised input (section 2).
     """
-    groups = config.o_groups
-    grouped = o.reshape(*o.shape[:-2], groups, config.num_attention_heads // groups * config.head_dim)
+    heads_per_group = config.num_attention_heads // config.o_groups
+    groups = o.shape[-2] // heads_per_group
+    grouped = o.reshape(*o.shape[:-2], groups, heads_per_group * config.head_dim)
     wo_a = weight_values(weights.wo_a, o.dtype).reshape(groups, config.o_lora_rank, grouped.shape[-1])
     low_rank = round_to(contract("...gi,goi->...go", grouped, wo_a), o.dtype)
     flat = low_rank.reshape(*o.shape[:-2], groups * config.o_lora_rank)
-    return quantized_linear(flat, weights.wo_b, numerics)
+    partial_sum = linear_float32(quantize_input(flat, numerics), weights.wo_b)
+    # 4 D bytes a row over the axes of heads, nothing where these are whole.
+    axes = placement.layout.axes_of("heads")
+    return round_to(sum_parts(partial_sum, axes, placement.num_rows), o.dtype)
 
 
 def unrotate(o: Array, table: Rotation) -> Array:

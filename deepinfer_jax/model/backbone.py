@@ -19,16 +19,29 @@ from ..arithmetic import fenced, join_tiles, map_tiles
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import collapse, initial_streams, rms_norm
+from ..sharding.exchange import (
+    Placement,
+    all_gather,
+    axes_index,
+    axes_size,
+    bring_columns,
+    bring_rows,
+    from_words,
+    meeting,
+    put_together,
+    to_words,
+)
+from ..sharding.layout import SINGLE, Layout
 from .cache import Cache, read_ring, write_ring, write_rings
 from .engram import hash_rows
 from .layer_scan import layer_index, run_layers
 from .linear import linear_float32
 from .numerics import Numerics
-from .rows import ROW_TILE, Rows, row_tiles
+from .rows import ROW_TILE, Rows, StepRows, own_rows, row_tiles
 from .schedule import layer_kind
 from .step_layer import Carry, LayerCall, StepContext, step_context, write_source
 from .taps import TapRecorder
-from .weights import Weights, take_layer
+from .weights import Weights, layer_words, take_layer
 
 type Taps = frozenset[str]
 
@@ -43,6 +56,7 @@ def backbone(
     numerics: Numerics,
     taps: Taps = NO_TAPS,
     encoder_layers: int | None = None,
+    layout: Layout = SINGLE,
 ) -> tuple[Array, dict[str, Array], Cache]:
     """Run all layers on the rows of a step.
 
@@ -59,9 +73,12 @@ def backbone(
             "layers.3.out", "final.normed". A segment of layers with a tap is not scanned.
         encoder_layers: layers that saw every row of the prompt (static); the windows of the others
             begin at the cache's `decoder_starts`. The layers before the last KV source by default.
+        layout: on the mesh of the surrounding `shard_map` (static). Then all arrays are this device's
+            shares, and `rows` those of all devices that share its sequences.
 
     Returns:
-        Hidden states [R, D] after the final norm, the tapped values by name, the cache after it.
+        Hidden states [R, D] after the final norm, of the rows that `own_row_ids` gives, the tapped values
+        by name, the cache after it.
 
     Raises:
         ValueError: an unknown tap name, or rows that do not fill whole blocks.
@@ -70,11 +87,11 @@ def backbone(
     """
     split = _num_encoder_layers(config, encoder_layers)
 
-    def run(cache: Cache, tile: Rows) -> tuple[Cache, tuple[Array, dict[str, Array]]]:
-        step = _start(weights, config, tile, cache, _checked(numerics, config), taps)
+    def run(cache: Cache, tile: Rows, placement: Placement) -> tuple[Cache, tuple[Array, dict[str, Array]]]:
+        step = _start(weights, config, tile, cache, _checked(numerics, config), taps, placement)
         encoder, decoder = (0, split), (split, config.num_hidden_layers)
         carry = step.run(step.carry, step.context, encoder)
-        decoder_starts = carry.cache.decoder_starts[tile.slots]
+        decoder_starts = carry.cache.decoder_starts[step.context.geometry.slots]
         carry = step.run(carry, step.context._replace(window_starts=decoder_starts), decoder)
         collapsed = collapse(carry.streams, carry.pre_mix)
         hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
@@ -83,7 +100,7 @@ def backbone(
             tap(name, value)
         return _write_windows(carry, step), (hidden, step.recorder.result())
 
-    cache, (hidden, tapped) = _over_tiles(run, cache, rows, numerics)
+    cache, (hidden, tapped) = _over_tiles(run, cache, rows, numerics, layout)
     return hidden, tapped, cache
 
 
@@ -94,6 +111,7 @@ def encode(
     cache: Cache,
     numerics: Numerics,
     encoder_layers: int | None = None,
+    layout: Layout = SINGLE,
 ) -> Cache:
     """Run on the rows of a prompt only what tokens beyond the window read of them.
 
@@ -107,6 +125,7 @@ def encode(
         cache: state of the slots before the step; consumed.
         numerics: the choice of arithmetic (static).
         encoder_layers: layers to run in full (static), those before the last KV source by default.
+        layout: as in `backbone` (static).
 
     Returns:
         The cache after the step.
@@ -115,24 +134,58 @@ def encode(
     """
     split = _num_encoder_layers(config, encoder_layers)
 
-    def run(cache: Cache, tile: Rows) -> tuple[Cache, tuple[()]]:
-        step = _start(weights, config, tile, cache, _checked(numerics, config), NO_TAPS)
+    def run(cache: Cache, tile: Rows, placement: Placement) -> tuple[Cache, tuple[()]]:
+        step = _start(weights, config, tile, cache, _checked(numerics, config), NO_TAPS, placement)
         carry = step.run(step.carry, step.context, (0, split))
         kind = layer_kind(config, split)
         if kind.is_kv_source:
             index = layer_index(config, split)
             layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
+            layer_weights = put_together(layer_weights, layer_words(config, kind), layout)
             carry = write_source(carry, LayerCall(layer_weights, kind, index, step.context))
         return _write_windows(carry, step, split), ()
 
-    return _over_tiles(run, cache, rows, numerics)[0]
+    return _over_tiles(run, cache, rows, numerics, layout)[0]
 
 
-def head_logits(hidden: Array, weights: Weights, numerics: Numerics) -> Array:
-    """Project hidden states [R, D] to logits [R, V] in float32, in the tiles of the backbone."""
-    if not numerics.batch_invariant:
-        return linear_float32(hidden, weights.head)
-    return map_tiles(lambda tile: linear_float32(tile, weights.head), hidden, ROW_TILE)
+def head_logits(hidden: Array, weights: Weights, numerics: Numerics, layout: Layout = SINGLE) -> Array:
+    """Project hidden states to logits in float32, in the tiles of the backbone.
+
+    Args:
+        hidden: [R, D], rows of this device's slots.
+        weights: the loaded weights.
+        numerics: the choice of arithmetic (static).
+        layout: as in `backbone` (static).
+
+    Returns:
+        float32 [R, V], of the whole vocabulary.
+    """
+    own, rest = meeting(layout, "vocab")
+    # D values a row to the holders of the vocabulary; 4 V bytes a row home.
+    shown = from_words(all_gather(to_words(hidden), own), hidden) if own else hidden
+    if numerics.batch_invariant:
+        logits = map_tiles(lambda tile: linear_float32(tile, weights.head), shown, ROW_TILE)
+    else:
+        logits = linear_float32(shown, weights.head)
+    return bring_columns(logits, layout.axes_of("vocab"), own, rest)
+
+
+def own_row_ids(num_rows: int, numerics: Numerics, layout: Layout) -> Array:
+    """Number the rows whose hidden states `backbone` returns on this device.
+
+    Args:
+        num_rows: rows of the step, of all devices that share their sequences.
+        numerics: the choice of arithmetic (static).
+        layout: as in `backbone` (static).
+
+    Returns:
+        int32, for each returned row its place among the step's rows; out of range for padding.
+    """
+    axes = layout.sequence_axes
+    count, share = axes_size(axes), _rows_of_device(num_rows, numerics, axes_size(axes))
+    tiles = -(-num_rows // (share * count))
+    own = axes_index(axes) * share + jnp.arange(share, dtype=jnp.int32)
+    return (jnp.arange(tiles, dtype=jnp.int32)[:, None] * (share * count) + own[None, :]).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,55 +214,90 @@ def _checked(numerics: Numerics, config: ModelConfig) -> Numerics:
     )
 
 
+def _rows_of_device(num_rows: int, numerics: Numerics, num_devices: int) -> int:
+    """Count the rows that each of the devices that share their sequences runs at once."""
+    return ROW_TILE if numerics.batch_invariant else -(-num_rows // num_devices)
+
+
 def _over_tiles[T](
-    run: Callable[[Cache, Rows], tuple[Cache, T]], cache: Cache, rows: Rows, numerics: Numerics
+    run: Callable[[Cache, Rows, Placement], tuple[Cache, T]],
+    cache: Cache,
+    rows: Rows,
+    numerics: Numerics,
+    layout: Layout,
 ) -> tuple[Cache, T]:
-    """Run rows tile by tile, each reading the cache that the one before left."""
+    """Run rows tile by tile, each reading the cache that the one before left.
+
+    Devices that share their sequences run adjacent tiles at the same time.
+    """
     num_rows = rows.token_ids.shape[0]
     if num_rows % rows.rows_per_block:
         raise ValueError(f"rows: got {num_rows}, expected a multiple of rows_per_block={rows.rows_per_block}")
-    if not numerics.batch_invariant:
-        return run(cache, rows)
-    tiles = row_tiles(rows, ROW_TILE)
-    cache, results = lax.scan(lambda cache, tile: fenced(run(*fenced((cache, tile)))), cache, tiles)
-    return cache, join_tiles(results, num_rows)
+    num_devices = axes_size(layout.sequence_axes)
+    share = _rows_of_device(num_rows, numerics, num_devices)
+    placement = Placement(layout, min(num_rows, share))
+    if not numerics.batch_invariant and num_devices == 1:
+        return run(cache, rows, placement)
+    tiles = row_tiles(rows, share * num_devices)
+
+    def step(cache: Cache, tile: Rows) -> tuple[Cache, T]:
+        return fenced(run(*fenced((cache, tile)), placement))
+
+    cache, results = lax.scan(step, cache, tiles)
+    num_tiles = tiles.slots.shape[0]
+    return cache, join_tiles(results, num_rows if num_devices == 1 else num_tiles * share)
 
 
 def _start(
-    weights: Weights, config: ModelConfig, rows: Rows, cache: Cache, numerics: Numerics, taps: Taps
+    weights: Weights,
+    config: ModelConfig,
+    tile: Rows,
+    cache: Cache,
+    numerics: Numerics,
+    taps: Taps,
+    placement: Placement,
 ) -> _Step:
     """Embed the rows, hash their n-grams and prepare what the layers share."""
-    context = step_context(rows, config, numerics)
+    axes = placement.layout.sequence_axes
+    rows = own_rows(tile, axes_size(axes), axes_index(axes))
+    context = step_context(rows, config, numerics, placement)
     table_rows, cache = _engram_rows(weights, context, rows, cache)
-    carry = _initial_carry(weights, config, rows, cache, numerics)
+    carry = _initial_carry(weights, rows, cache, context)
     return _Step(weights, context, table_rows, TapRecorder(taps), carry)
 
 
 def _write_windows(carry: Carry, step: _Step, num_layers: int | None = None) -> Cache:
     """Write the step's window rows of the first `num_layers` layers, of all by default."""
     rings = carry.cache.window
-    written = write_rings(rings[:num_layers], carry.window_rows[:num_layers], step.context.geometry)
+    written = write_rings(rings[:num_layers], carry.window_rows[:num_layers], step.context.written)
     window = written if num_layers is None else rings.at[:num_layers].set(written)
     return carry.cache.replace(window=window)
 
 
-def _engram_rows(weights: Weights, context: StepContext, rows: Rows, cache: Cache) -> tuple[Array, Cache]:
+def _engram_rows(weights: Weights, context: StepContext, rows: StepRows, cache: Cache) -> tuple[Array, Cache]:
     """Hash every row's n-grams and keep the latest compressed ids."""
-    config, geometry = context.config, context.geometry
-    compressed_ids = jnp.where(rows.is_image, NOTHING, weights.token_map[rows.token_ids])
+    config = context.config
+
+    def compress(rows: Rows) -> Array:
+        return jnp.where(rows.is_image, NOTHING, weights.token_map[rows.token_ids])
+
+    shared = compress(rows.shared)
+    ring, own = cache.engram_ids, shared
+    if context.earlier is not None:
+        ring, own = write_ring(ring, shared, context.earlier), compress(rows.own)
     distances = jnp.arange(config.engram_max_ngram_size, dtype=jnp.int32)
-    history = read_ring(cache.engram_ids, compressed_ids, geometry, distances)
-    history = jnp.where(rows.positions[:, None] < distances[None, :], NOTHING, history)
+    history = read_ring(ring, own, context.geometry, distances)
+    history = jnp.where(rows.own.positions[:, None] < distances[None, :], NOTHING, history)
     pad_id = weights.token_map[config.engram_pad_token_id]
     table_rows = hash_rows(history, config, pad_id)
-    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, compressed_ids, geometry))
+    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, shared, context.written))
 
 
-def _initial_carry(
-    weights: Weights, config: ModelConfig, rows: Rows, cache: Cache, numerics: Numerics
-) -> Carry:
-    num_rows = rows.token_ids.shape[0]
-    embedded = weights.embed[rows.token_ids].astype(numerics.compute_dtype)
+def _initial_carry(weights: Weights, rows: StepRows, cache: Cache, context: StepContext) -> Carry:
+    config, num_rows = context.config, rows.own.token_ids.shape[0]
+    # 4 bytes a row to every holder of the vocabulary, D values back.
+    table, ids = bring_rows(weights.embed, rows.own.token_ids[:, None], "vocab", context.placement)
+    embedded = fenced(table[ids[:, 0]].astype(context.numerics.compute_dtype))
     streams, pre_mix = initial_streams(embedded, config.hc_mult)
     ratio = config.compress_ratios[config.candidate_source_layer_id]
     groups = cache.page_table.shape[1] * cache.compressed[ratio].kv.shape[2]
@@ -219,7 +307,7 @@ def _initial_carry(
         streams=streams,
         pre_mix=pre_mix,
         cache=cache,
-        window_rows=jnp.zeros((rings.shape[0], num_rows, rings.shape[3]), rings.dtype),
+        window_rows=jnp.zeros((rings.shape[0], rows.shared.slots.shape[0], rings.shape[3]), rings.dtype),
         selection=jnp.full((num_rows, config.index_topk), NOTHING, jnp.int32),
         is_candidate=jnp.zeros((num_rows, blocks), bool),
     )

@@ -15,10 +15,11 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from ..arithmetic import round_to
+from ..arithmetic import fenced, round_to
 from ..arrays import NOTHING, Array
 from ..config import ConfigError, ModelConfig
 from ..kernels import engram_gather, inverse_rms
+from ..sharding.exchange import WHOLE, Placement, bring_rows
 from .linear import quantized_linear
 from .numerics import Numerics
 from .taps import Tap, no_tap
@@ -168,6 +169,7 @@ def engram(
     config: ModelConfig,
     numerics: Numerics,
     tap: Tap = no_tap,
+    placement: Placement = WHOLE,
 ) -> Array:
     """Add the gated n-gram value to every stream.
 
@@ -183,6 +185,7 @@ def engram(
         config: the architecture.
         numerics: the static choice of arithmetic.
         tap: records intermediate values.
+        placement: who holds which rows of the table.
 
     Returns:
         [R, M, D] in the streams' dtype.
@@ -191,7 +194,9 @@ def engram(
     """
     count, width = config.hc_mult, config.hidden_size
     implementation = numerics.implementation
-    entries = engram_gather(weights.embed, table_rows, streams.dtype, implementation=implementation)
+    # 4 C bytes a row to every holder, C table rows back.
+    table, held_rows = bring_rows(weights.embed, table_rows, "engram_rows", placement)
+    entries = fenced(engram_gather(table, held_rows, streams.dtype, implementation=implementation))
     kv = quantized_linear(entries, weights.wkv, numerics)
     keys = kv[:, : count * width].reshape(-1, count, width).astype(jnp.float32)
     value = kv[:, count * width :].astype(jnp.float32)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..arrays import Array
 from ..config import ModelConfig
 from ..kernels import Mixes, enter_site, leave_site
+from ..sharding.exchange import WHOLE, Placement
 from .moe import TokenRoles, moe
 from .numerics import Numerics
 from .taps import Tap, no_tap, under
@@ -87,6 +88,7 @@ def finish_layer(
     config: ModelConfig,
     numerics: Numerics,
     tap: Tap = no_tap,
+    placement: Placement = WHOLE,
 ) -> tuple[Array, Array]:
     """Write the attention's output to the streams and run the mixture-of-experts site.
 
@@ -100,6 +102,7 @@ def finish_layer(
         config: the architecture.
         numerics: the static choice of arithmetic.
         tap: records intermediate values.
+        placement: who holds which experts and channels.
 
     Returns:
         [R, M, D] streams after the layer, float32 [R, M] `pre` for the next site.
@@ -113,7 +116,7 @@ def finish_layer(
     x, ffn_site = read_site(streams, site.pre, weights.ffn_norm, weights.hc_ffn, config, numerics)
     _tap_site(tap, "ffn", site.pre, ffn_site)
     tap("ffn.in", x)
-    update = moe(x, weights.ffn, layer, roles, config, numerics, under(tap, "ffn."))
+    update = moe(x, weights.ffn, layer, roles, config, numerics, under(tap, "ffn."), placement)
     tap("ffn.out", update)
     streams = leave_site(streams, update, ffn_site, implementation=implementation)
     tap("out", streams)

@@ -14,11 +14,12 @@ from jax import lax
 
 from ..arrays import Array
 from ..config import ModelConfig
+from ..sharding.exchange import put_together
 from .engram import engram
 from .schedule import LayerKind, Segment, layer_kind, layers_by_kind, make_schedule, sources_by_ratio
 from .step_layer import Carry, LayerCall, LayerIndex, StepContext, run_layer
 from .taps import Tap, TapRecorder, no_tap
-from .weights import Weights, take_layer
+from .weights import Weights, engram_words, layer_words, take_layer
 
 
 def run_layers(
@@ -46,15 +47,19 @@ def run_layers(
 
     def call(carry: Carry, kind: LayerKind, index: LayerIndex, tap: Tap = no_tap) -> Carry:
         layer_weights = take_layer(weights.layers[kind.name], index.in_kind)
+        layer_weights = put_together(layer_weights, layer_words(config, kind), context.placement.layout)
         return run_layer(carry, LayerCall(layer_weights, kind, index, context, tap))
 
     for segment in make_schedule(config, *span):
         if segment.runs[0].kind is None:
             place = config.engram_layer_ids.index(layer)
             tap = recorder.scoped(f"layers.{layer}.engram.")
-            arguments = (carry.streams, table_rows[:, place], weights.engram[place])
+            layout = context.placement.layout
+            engram_weights = put_together(weights.engram[place], engram_words(config, place), layout)
+            arguments = (carry.streams, table_rows[:, place], engram_weights)
             is_image = context.roles.is_image
-            streams = engram(*arguments, is_image, config, context.numerics, tap)
+            arguments = (*arguments, is_image, config, context.numerics, tap, context.placement)
+            streams = engram(*arguments)
             carry = carry.replace(streams=streams)
             continue
         layers = range(layer, layer + segment.num_layers)

@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arithmetic import round_to
+from ..arithmetic import fenced, round_to
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import clamped_swiglu, grouped_experts
+from ..sharding.exchange import WHOLE, Placement, put_together, sum_parts
+from ..sharding.expert_exchange import exchange_experts, physical_experts
+from ..sharding.layout import Layout
 from .linear import linear_float32, quantize_input
 from .numerics import Numerics
+from .rows import ROW_TILE
 from .taps import Tap, no_tap
 from .weights import ExpertWeights, MoeWeights
 
@@ -79,13 +83,13 @@ def shared_expert(x: Array, experts: ExpertWeights, config: ModelConfig, numeric
         numerics: the static choice of arithmetic.
 
     Returns:
-        [R, D] in x's dtype.
+        float32 [R, D], not rounded: of a part of the channels, a part of the sum.
     """
     inputs = quantize_input(x, numerics)
     gate = round_to(linear_float32(inputs, experts.w1), x.dtype)
     up = round_to(linear_float32(inputs, experts.w3), x.dtype)
     hidden = round_to(clamped_swiglu(gate, up, None, config.swiglu_limit), x.dtype)
-    return round_to(linear_float32(quantize_input(hidden, numerics), experts.w2), x.dtype)
+    return linear_float32(quantize_input(hidden, numerics), experts.w2)
 
 
 class TokenRoles(NamedTuple):
@@ -103,6 +107,7 @@ def moe(
     config: ModelConfig,
     numerics: Numerics,
     tap: Tap = no_tap,
+    placement: Placement = WHOLE,
 ) -> Array:
     """Apply the mixture of experts to normed rows.
 
@@ -114,6 +119,7 @@ def moe(
         config: the architecture.
         numerics: the static choice of arithmetic.
         tap: records intermediate values.
+        placement: who holds which experts and channels.
 
     Returns:
         [R, D] in x's dtype.
@@ -122,23 +128,51 @@ def moe(
     """
     scores = router_scores(x, weights.gate)
     routing = route(scores, weights.bias, weights.bias_vl, roles.is_image, config)
-    experts = weights.experts
-    outputs = grouped_experts(
-        *(x, jnp.where(roles.is_valid[:, None], routing.ids, NOTHING), routing.weights),
-        *(experts.w1, experts.w3, experts.w2, jnp.int32(layer)),
-        swiglu_limit=config.swiglu_limit,
-        quantizes_input=numerics.quantizes_activations,
-        implementation=numerics.implementation,
-    )
+    experts, layer = _whole_experts(weights.experts, layer, placement.layout)
+    is_divided = bool(placement.layout.axes_of("experts"))
+
+    def compute(x: Array, held: Array, routing_weights: Array) -> Array:
+        return grouped_experts(
+            *(x, held, routing_weights, experts.w1, experts.w3, experts.w2, jnp.int32(layer)),
+            swiglu_limit=config.swiglu_limit,
+            quantizes_input=numerics.quantizes_activations,
+            # Another number of rows than at home must not change a row.
+            row_tile=ROW_TILE if is_divided else None,
+            implementation=numerics.implementation,
+        )
+
+    chosen = jnp.where(roles.is_valid[:, None], routing.ids, NOTHING)
+    places = physical_experts(chosen, weights.expert_table, placement)
+    outputs = exchange_experts(compute, x, places, routing.weights, experts.w1.shape[1], placement)
+    # What follows must not be fused with an exchange that only some layouts have.
+    outputs = fenced(outputs)
     routed = _sum_in_order(outputs)
     shared = shared_expert(x, weights.shared_experts, config, numerics)
-    output = round_to(routed + shared.astype(jnp.float32), x.dtype)
+    if parts := placement.layout.axes_of("ffn"):
+        # 4 D bytes a row over the axes of ffn: both experts' parts in one sum.
+        routed = sum_parts(routed + shared, parts, placement.num_rows)
+        output = round_to(routed, x.dtype)
+    else:
+        shared = round_to(shared, x.dtype)
+        output = round_to(routed + shared.astype(jnp.float32), x.dtype)
     tap("gate.scores", scores)
     tap("gate.ids", routing.ids)
     tap("gate.weights", routing.weights)
     tap("routed_out", routed)
     tap("shared_out", shared)
     return output
+
+
+def _whole_experts(
+    experts: ExpertWeights, layer: Array | int, layout: Layout
+) -> tuple[ExpertWeights, Array | int]:
+    """Put the layer's experts together if only their storage is divided; then it is a stack of one."""
+    up, down = ("layers", "experts", "ffn", "embed"), ("layers", "experts", "embed", "ffn")
+    if not any(layout.gathered_axes_of(word) for word in up):
+        return experts, layer
+    words = ExpertWeights(w1=up, w3=up, w2=down)
+    one = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, jnp.int32(layer)), experts)
+    return put_together(one, words, layout), 0
 
 
 def _sum_in_order(outputs: Array) -> Array:

@@ -8,7 +8,9 @@ Read next: `cache.py` (what rows read and write), `backbone.py`.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -89,6 +91,42 @@ def row_tiles(rows: Rows, tile: int) -> Rows:
     """
     tiles = cut_tiles(rows, tile)
     return tiles.replace(rows_per_block=math.gcd(rows.rows_per_block, tile))
+
+
+class StepRows(NamedTuple):
+    """This device's rows of a tile, among those of all devices that share its sequences.
+
+    Attributes:
+        shared: all of them, in order; `own` itself if no device shares.
+        own: this device's.
+        earlier_mask: bool [shared rows], those before its own; None if no device shares.
+    """
+
+    shared: Rows
+    own: Rows
+    earlier_mask: Array | None
+
+
+def own_rows(rows: Rows, count: int, index: Array | int) -> StepRows:
+    """Take a device's share of a tile: equal runs of adjacent rows, in the order of the devices.
+
+    All devices then work at nearly the same positions, so that causality loads them alike.
+
+    Args:
+        rows: of all devices that share their sequences.
+        count: how many devices these are.
+        index: this one's place among them.
+
+    Returns:
+        Its rows among them.
+    """
+    if count == 1:
+        return StepRows(rows, rows, None)
+    total = rows.token_ids.shape[0]
+    share = total // count
+    own = jax.tree.map(lambda values: lax.dynamic_slice_in_dim(values, index * share, share), rows)
+    own = own.replace(rows_per_block=math.gcd(rows.rows_per_block, share))
+    return StepRows(rows, own, jnp.arange(total, dtype=jnp.int32) < index * share)
 
 
 def row_geometry(rows: Rows) -> RowGeometry:

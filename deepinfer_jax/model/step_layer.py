@@ -12,17 +12,19 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import struct
 
+from ..arithmetic import fenced
 from ..arrays import Array
 from ..config import ModelConfig
 from ..kernels import RowGeometry, index_top_k, pack_rows, sparse_attention, unpack_rows
+from ..sharding.exchange import Placement, all_gather
 from . import attention, compressor, indexer
-from .cache import Cache, CompressedPages, group_places, read_ring, ring_entries
+from .cache import Cache, CompressedPages, group_places, read_ring, ring_entries, write_ring
 from .compressor import Projection
 from .layer import attention_input, finish_layer
 from .moe import TokenRoles
 from .numerics import Numerics
 from .rope import Rotation, rotation
-from .rows import Rows, row_geometry
+from .rows import StepRows, row_geometry
 from .schedule import LayerKind
 from .taps import Tap, no_tap
 from .weights import LayerWeights
@@ -36,8 +38,8 @@ class Carry(struct.PyTreeNode):
         pre_mix: float32 [R, M], the previous site's `pre`.
         cache: compressed entries and pending halves are written as sources run; its window rings
             stay as they were before the step.
-        window_rows: [L, R, width], this step's packed window rows, written to the rings after the
-            last layer.
+        window_rows: [L, R, width], this step's packed window rows, of all devices that share its
+            sequences, written to the rings after the last layer.
         selection: int32 [R, index_topk] of the latest index source.
         is_candidate: bool [R, blocks] of the candidate source.
     """
@@ -62,6 +64,10 @@ class StepContext(NamedTuple):
         scaled: rotation of the other layers.
         group_starts: by compress ratio, rotation at the first token of the group that the row ends.
         window_starts: int32 [R], first position whose window row exists.
+        placement: this device's among those of the mesh (static).
+        written: where the rows stand that go into this device's cache: its own, and those of the devices
+            with which it shares its sequences.
+        earlier: the same rows, valid if they come before this device's; None without such devices.
     """
 
     config: ModelConfig
@@ -72,6 +78,9 @@ class StepContext(NamedTuple):
     scaled: Rotation
     group_starts: dict[int, Rotation]
     window_starts: Array
+    placement: Placement
+    written: RowGeometry
+    earlier: RowGeometry | None
 
 
 class LayerIndex(NamedTuple):
@@ -106,14 +115,30 @@ class LayerCall(NamedTuple):
     tap: Tap = no_tap
 
 
-def step_context(rows: Rows, config: ModelConfig, numerics: Numerics) -> StepContext:
-    """Prepare what the layers share: rotations, and windows that reach back to the sequence's start."""
-    positions = rows.positions
+def step_context(
+    rows: StepRows, config: ModelConfig, numerics: Numerics, placement: Placement
+) -> StepContext:
+    """Prepare what the layers share: rotations, and windows that reach back to the sequence's start.
+
+    Args:
+        rows: this device's rows among those of its sequences.
+        config: the architecture.
+        numerics: the static choice of arithmetic.
+        placement: this device's.
+
+    Returns:
+        The context.
+    """
+    written, own, earlier = row_geometry(rows.shared), rows.own, rows.earlier_mask
+    positions = own.positions
     return StepContext(
         config=config,
         numerics=numerics,
-        geometry=row_geometry(rows),
-        roles=TokenRoles(rows.is_image, rows.is_valid),
+        placement=placement,
+        written=written,
+        earlier=None if earlier is None else written.replace(is_valid=written.is_valid & earlier),
+        geometry=row_geometry(own),
+        roles=TokenRoles(own.is_image, own.is_valid),
         plain=rotation(config, positions, is_compressed=False),
         scaled=rotation(config, positions, is_compressed=True),
         group_starts={
@@ -140,7 +165,8 @@ def run_layer(carry: Carry, layer: LayerCall) -> Carry:
     x, site = attention_input(carry.streams, carry.pre_mix, weights, config, numerics, tap)
     carry, update = _attention_site(carry, x, layer)
     streams, pre_mix = finish_layer(
-        *(carry.streams, update, site, weights, layer.place.in_kind, context.roles, config, numerics, tap)
+        *(carry.streams, update, site, weights, layer.place.in_kind, context.roles, config, numerics, tap),
+        placement=context.placement,
     )
     return carry.replace(streams=streams, pre_mix=pre_mix)
 
@@ -171,7 +197,7 @@ def _attention_site(carry: Carry, x: Array, layer: LayerCall) -> tuple[Carry, Ar
     table = context.plain if kind.role == "window" else context.scaled
     queries = attention.make_queries(x, table, attn, config, numerics)
     window_row = attention.window_key_value(x, table, attn, config, numerics)
-    packed_row = pack_rows(window_row, formats.window, implementation=numerics.implementation)
+    packed_row = fenced(pack_rows(window_row, formats.window, implementation=numerics.implementation))
     tap("attn.qr", queries.qr)
     tap("attn.q", queries.q)
     tap("attn.window_kv", unpack_rows(packed_row, formats.window, x.dtype))
@@ -179,6 +205,7 @@ def _attention_site(carry: Carry, x: Array, layer: LayerCall) -> tuple[Carry, Ar
         carry = _write_entries(carry, x, layer)
     if kind.is_index_source:
         carry = _select_entries(carry, x, queries.qr, layer)
+    carry = _share_window_row(carry, packed_row, layer)
     cache = carry.cache
     o = sparse_attention(
         *(queries.q, cache.window, jnp.int32(place.layer), packed_row),
@@ -191,8 +218,27 @@ def _attention_site(carry: Carry, x: Array, layer: LayerCall) -> tuple[Carry, Ar
     )
     o = attention.unrotate(o, table)
     tap("attn.o", o)
-    window_rows = carry.window_rows.at[place.layer].set(packed_row)
-    return carry.replace(window_rows=window_rows), attention.project_output(o, attn, config, numerics)
+    return carry, attention.project_output(o, attn, config, numerics, context.placement)
+
+
+def _share_window_row(carry: Carry, packed_row: Array, layer: LayerCall) -> Carry:
+    """Keep the step's window rows for the rings; those of earlier devices go there at once, to be read."""
+    index, context = layer.place.layer, layer.context
+    # Packed row, over the sequence axes.
+    shared = _share(packed_row, context)
+    carry = carry.replace(window_rows=carry.window_rows.at[index].set(shared))
+    if context.earlier is None:
+        return carry
+    rings = carry.cache.window
+    slot, entry = ring_entries(context.earlier, *rings.shape[1:3])
+    return carry.replace(
+        cache=carry.cache.replace(window=rings.at[index, slot, entry].set(shared, mode="drop"))
+    )
+
+
+def _share(values: Array, context: StepContext) -> Array:
+    """Join what the devices that share their sequences computed, in the order of the rows."""
+    return all_gather(values, context.placement.layout.sequence_axes)
 
 
 def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
@@ -202,36 +248,43 @@ def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
     projection = compressor.project(x, attn.compressor)
     pooled = projection.kv
     if projection.score is not None:
+        # 4 H bytes a row each, over the sequence axes.
+        kv, score = _share(projection.kv, context), _share(projection.score, context)
         older = Projection(
-            _previous(cache.pending_kv[place.source], projection.kv, context.geometry),
-            _previous(cache.pending_score[place.source], projection.score, context.geometry),
+            _previous(cache.pending_kv[place.source], projection.kv, kv, context),
+            _previous(cache.pending_score[place.source], projection.score, score, context),
         )
-        pooled = compressor.pool_pair(older, projection)
+        # Not to be fused with an exchange that only some layouts have.
+        pooled = compressor.pool_pair(*fenced((older, projection)))
         tap("compressor.kv", projection.kv)
         tap("compressor.score", projection.score)
-        cache = _write_pending(cache, projection, place, context.geometry)
+        cache = _write_pending(cache, Projection(kv, score), place, context.written)
     starts = context.group_starts[kind.ratio]
     entry = compressor.make_entry(
         pooled, starts, attn.compressor, attn.indexer, context.config, context.numerics
     )
     implementation = context.numerics.implementation
-    kv = pack_rows(entry.kv, formats.entry, implementation=implementation)
-    index_key = pack_rows(entry.index_key, formats.index_key, implementation=implementation)
+    kv = fenced(pack_rows(entry.kv, formats.entry, implementation=implementation))
+    index_key = fenced(pack_rows(entry.index_key, formats.index_key, implementation=implementation))
     tap("compressor.latent", entry.latent)
     tap("attn.compressed_kv", unpack_rows(kv, formats.entry, x.dtype))
     tap("indexer.k", unpack_rows(index_key, formats.index_key, x.dtype))
 
     pages = cache.compressed[kind.ratio]
-    at = (place.source, *group_places(context.geometry, cache.page_table, pages, kind.ratio))
+    at = (place.source, *group_places(context.written, cache.page_table, pages, kind.ratio))
+    # Packed entry and packed index key, over the sequence axes.
     new = CompressedPages(
-        kv=pages.kv.at[at].set(kv, mode="drop"),
-        index_keys=pages.index_keys.at[at].set(index_key, mode="drop"),
+        kv=pages.kv.at[at].set(_share(kv, context), mode="drop"),
+        index_keys=pages.index_keys.at[at].set(_share(index_key, context), mode="drop"),
     )
     return carry.replace(cache=cache.replace(compressed={**cache.compressed, kind.ratio: new}))
 
 
-def _previous(ring: Array, step_rows: Array, geometry: RowGeometry) -> Array:
-    return read_ring(ring, step_rows, geometry, jnp.ones(1, jnp.int32))[:, 0]
+def _previous(ring: Array, own: Array, shared: Array, context: StepContext) -> Array:
+    """Read each row's predecessor: this device's, one of an earlier device, or of the step before."""
+    if context.earlier is not None:
+        ring = write_ring(ring, shared, context.earlier)
+    return read_ring(ring, own, context.geometry, jnp.ones(1, jnp.int32))[:, 0]
 
 
 def _write_pending(cache: Cache, projection: Projection, place: LayerIndex, geometry: RowGeometry) -> Cache:

@@ -7,6 +7,7 @@ Read next: `backbone.py`, which consumes them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from flax import struct
 from ..arrays import ArraySpec, Initializer, QuantArray, Storage, is_spec
 from ..config import ModelConfig
 from ..kernels import weight_values
+from ..sharding.layout import Layout
+from ..sharding.mesh import MeshShape
+from ..sharding.place import check_weights
 from .schedule import LayerKind, layers_by_kind
 
 _ONES = Initializer(constant=1.0, noise=0.05)
@@ -70,13 +74,19 @@ class ExpertWeights(struct.PyTreeNode):
 
 
 class MoeWeights(struct.PyTreeNode):
-    """Router with its two selection biases, routed experts and the shared expert."""
+    """Router with its two selection biases, routed experts and the shared expert.
 
-    gate: Any  # [experts, embed]
-    bias: Any  # [experts] float32, text tokens
-    bias_vl: Any  # [experts] float32, image tokens
+    The router has an axis word of its own, as every row scores all experts wherever these lie.
+    `expert_table` (`sharding.expert_exchange.ExpertPlaces`) says where; None where every expert lies once,
+    at its own place. It belongs to a placement, so the declaration has None.
+    """
+
+    gate: Any  # [router, embed]
+    bias: Any  # [router] float32, text tokens
+    bias_vl: Any  # [router] float32, image tokens
     experts: ExpertWeights
     shared_experts: ExpertWeights
+    expert_table: Any = None
 
 
 class LayerWeights(struct.PyTreeNode):
@@ -249,10 +259,10 @@ def _expert_specs(config: ModelConfig, prefix: str, storage: Storage, experts: i
 def _moe_specs(config: ModelConfig, experts: int, prefix: str) -> MoeWeights:
     def bias(part: str) -> ArraySpec:
         name = f"{prefix}.gate.{part}"
-        return ArraySpec(name, (experts,), ("experts",), Storage.F32, _SMALL)
+        return ArraySpec(name, (experts,), ("router",), Storage.F32, _SMALL)
 
     return MoeWeights(
-        gate=ArraySpec(f"{prefix}.gate.weight", (experts, config.hidden_size), ("experts", "embed")),
+        gate=ArraySpec(f"{prefix}.gate.weight", (experts, config.hidden_size), ("router", "embed")),
         bias=bias("bias"),
         bias_vl=bias("bias_vl"),
         experts=_expert_specs(config, f"{prefix}.experts.{{expert}}", Storage.MXFP4, experts),
@@ -277,6 +287,50 @@ def _engram_specs(config: ModelConfig, index: int) -> EngramWeights:
         q_weight=ArraySpec(f"{prefix}.q_weight", (streams, d), ("streams", "embed"), initializer=_ONES),
         k_weight=ArraySpec(f"{prefix}.k_weight", (streams, d), ("streams", "embed"), initializer=_ONES),
     )
+
+
+@functools.cache
+def weight_words(config: ModelConfig) -> Weights:
+    """Give the logical axes of all arrays of the weights, a tuple of words for each."""
+    words = map_specs(lambda spec: spec.stacked_axes, weight_specs(config))
+    layers = {
+        name: layer.replace(ffn=layer.ffn.replace(expert_table=("layers",)))
+        for name, layer in words.layers.items()
+    }
+    return words.replace(layers=layers, token_map=())
+
+
+@functools.cache
+def layer_words(config: ModelConfig, kind: LayerKind) -> LayerWeights:
+    """Give the logical axes of one layer's arrays, as `take_layer` leaves them.
+
+    Routed experts and their table have none: they stay stacked.
+    """
+    words = map_specs(lambda spec: spec.axes, layer_specs(config, kind, (0,)))
+    none = ExpertWeights((), (), ())
+    return words.replace(ffn=words.ffn.replace(experts=none, expert_table=()))
+
+
+@functools.cache
+def engram_words(config: ModelConfig, place: int) -> EngramWeights:
+    """Give the logical axes of an Engram layer's arrays."""
+    return map_specs(lambda spec: spec.axes, _engram_specs(config, place))
+
+
+def check_layout(config: ModelConfig, layout: Layout, mesh: MeshShape, redundant_experts: int = 0) -> None:
+    """Refuse a layout that cannot hold the model, before anything is loaded or compiled.
+
+    Args:
+        config: the architecture.
+        layout: on the mesh.
+        mesh: the mesh.
+        redundant_experts: further places for routed experts.
+
+    Raises:
+        LayoutError: what cannot be divided, by array, dimension, size and mesh axis.
+    """
+    groups = {"heads": config.num_attention_heads, "o_groups": config.o_groups}
+    check_weights(weight_specs(config), layout, mesh, groups, redundant_experts)
 
 
 def take_layer(stack: LayerWeights, index: Any) -> LayerWeights:

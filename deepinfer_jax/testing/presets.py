@@ -87,6 +87,16 @@ SMALLEST = replace(
 )
 """One layer of each compress ratio: quick to compile."""
 
+DIVISIBLE = replace(
+    SMALLEST,
+    num_attention_heads=8,
+    o_groups=8,
+    n_routed_experts=16,
+    num_experts_per_tok=3,
+    moe_intermediate_size=256,
+)
+"""`SMALLEST` with eight shares of everything a layout can divide, in whole parts of 32 channels."""
+
 ONE_OF_EACH = replace(
     TINY,
     num_hidden_layers=7,

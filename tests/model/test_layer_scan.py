@@ -20,6 +20,7 @@ from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.model import layer_scan
 from deepinfer_jax.model.schedule import layer_kind, layers_by_kind, sources_by_ratio
 from deepinfer_jax.model.taps import TapRecorder
+from deepinfer_jax.sharding.exchange import WHOLE
 from deepinfer_jax.testing.presets import ONE_OF_EACH, SMALLEST, TINY, released_pattern
 
 CONFIGS: dict[str, Callable[[Path], ModelConfig]] = {
@@ -67,7 +68,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         stacks = defaultdict(str, {kind.name: kind.name for kind in layers_by_kind(config)})
         weights = SimpleNamespace(layers=stacks, engram=range(len(config.engram_layer_ids)))
         roles = SimpleNamespace(is_image=None)
-        context = SimpleNamespace(config=config, numerics=None, roles=roles)
+        context = SimpleNamespace(placement=WHOLE, config=config, numerics=None, roles=roles)
         table_rows = defaultdict(lambda: None)
         arguments = Carry(streams=[]), weights, context, table_rows, TapRecorder(taps), span
         return layer_scan.run_layers(*arguments).streams  # pyright: ignore[reportArgumentType]

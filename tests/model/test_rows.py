@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepinfer_jax.config import CacheConfig, ConfigError
 from deepinfer_jax.model.cache import empty_cache, read_ring, with_own_pages, write_ring
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.model.rows import Rows, is_among_last, row_geometry, row_tiles
+from deepinfer_jax.model.rows import Rows, is_among_last, own_rows, row_geometry, row_tiles
 from deepinfer_jax.testing.golden import make_rows
 from deepinfer_jax.testing.presets import TINY
 
@@ -113,6 +113,16 @@ def test_ring_and_step_together_give_the_latest_positions(step, in_front: bool, 
 def test_rows_of_equal_positions_in_other_slots_are_no_neighbours() -> None:
     rows = make_rows(np.zeros((2, 1)), start=[4, 5])
     assert int(row_geometry(rows).slot_offsets[1]) == 1
+
+
+def test_devices_share_a_tile_in_the_order_of_its_rows() -> None:
+    rows = make_rows(np.arange(12).reshape(3, 4), start=[4, 5, 6], rows_per_block=4)
+    assert own_rows(rows, 1, 0).own is rows
+    shares = [own_rows(rows, 3, device) for device in range(3)]
+    assert np.concatenate([share.own.token_ids for share in shares]).tolist() == list(range(12))
+    assert [int(share.earlier_mask.sum()) for share in shares] == [0, 4, 8]
+    assert all(share.shared is rows and share.own.rows_per_block == 4 for share in shares)
+    assert own_rows(rows, 2, 1).own.rows_per_block == 2
 
 
 def test_blocks_that_do_not_divide_the_chunk_are_refused() -> None:
