@@ -42,7 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"arrays", "arithmetic", "sampling_params"},
     "spec_decode": {"model", "sampling", "plans"},
     "step": {"model", "spec_decode", "sampling", "plans"},
-    "lab": {"step", "sharding", "checkpoint.names"},
+    "lab": {"step", "sharding", "checkpoint.names", "lab_compile", "lab_model"},
+    "lab_model": {"step", "sharding"},
+    # Compiling is apart from predicting: a process of its own runs it.
+    "lab_shapes": {"step", "sharding"},
+    "lab_compile": {"lab_shapes"},
     "checkpoint": {"arrays", "sharding", "model.weights", "model.draft_weights", "config_json"},
     "engine": set(),
     "engine.request": {"config", "plans"},
@@ -52,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.llm": {"engine", *ENGINE_FRONT},
     "engine.generate": {"engine", *ENGINE_FRONT},
     "engine.driver": {"engine", *ENGINE_FRONT},
+    "engine.target": {"engine", *ENGINE_FRONT},
     "text": {"config"},
     # Text besides the design's three: training renders its corpus with the tokenizer it ships.
     "training": {"model", "spec_decode", "checkpoint", "text"},

@@ -65,6 +65,18 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--numerics", default="official", help="official (default) or float32")
     parser.add_argument("--cache-format", help="fp4, fp8, bf16 or float32 (default: the numerics' own)")
+    parser.add_argument(
+        "--mesh",
+        metavar="SIZES",
+        help="run on several devices, as a grid such as 8, 2x4 or data=2,model=4 (default: one device; "
+        "simulated devices where there is only a CPU)",
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="what lies where on the mesh, such as data+expert (default), tensor or sequence; "
+        "`deepinfer_jax layout --help` lists all",
+    )
     parser.add_argument("--stats", action="store_true", help="print times to standard error")
     parser.set_defaults(run=run)
 
@@ -93,9 +105,16 @@ def run(options: argparse.Namespace) -> int:
 
     from ..engine.driver import DriverOptions, Timing
     from ..engine.llm import generate, load
+    from ..sharding.mesh import MeshShape, simulate_devices
     from ..text.stream import TextStream
 
-    model = load(options.model, options.numerics, not options.no_batch_invariant, options.cache_format)
+    if options.mesh is not None:
+        simulate_devices(MeshShape.parse(options.mesh))
+    model = load(
+        *(options.model, options.numerics, not options.no_batch_invariant, options.cache_format),
+        mesh=options.mesh,
+        layout=options.layout,
+    )
     loaded = time.monotonic()
     timing, how = Timing(), DriverOptions(prefill=options.prefill)
     if len(prompts) == 1 and model.tokenizer is not None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import NOTHING
@@ -31,8 +30,19 @@ from ..plans import (
 )
 from ..sampling.state import LENGTH, STOPPED
 from ..sampling_params import RequestError, SamplingParams, slot_parameters
-from ..step import EngineState, StepOutput, admit_step, decode_step, encode_step, initial_state, prefill_step
+from ..step import (
+    ONE_DEVICE,
+    EngineState,
+    StepOutput,
+    Target,
+    admit_step,
+    decode_step,
+    encode_step,
+    initial_state,
+    prefill_step,
+)
 from .progress import working_on
+from .target import num_row_shares, num_slot_shares, to_devices, to_host
 
 STOP_REASON = "stop"
 LENGTH_REASON = "length"
@@ -87,9 +97,10 @@ class DriverOptions:
     Args:
         prefill: "exact", or "bounded": the decoder half sees only the last `sliding_window` tokens of a
             prompt, which is faster and approximate by design.
-        num_slots: slots of a group, one of `SLOT_BUCKETS`; the smallest that fits by default.
+        num_slots: slots of a group, on each device that has its own, one of `SLOT_BUCKETS`; the smallest
+            that fits by default.
         pages_per_slot: pages of a slot, one of `PAGE_BUCKETS`; the smallest that fits by default.
-        max_rows: rows of a prefill step at most, one of `ROW_BUCKETS`.
+        max_rows: rows of a prefill step at most, on each device, one of `ROW_BUCKETS`.
         max_chunk: prompt tokens of one request in a step at most, any number by default.
 
     Raises:
@@ -119,7 +130,7 @@ def _require_choice(name: str, got: object, choices: Sequence[object]) -> None:
 
 
 type OnToken = Callable[[int, int], object]
-"""Called with (slot, token id) for each generated token."""
+"""Called with (place among the requests, token id) for each generated token."""
 
 _compiled: set[tuple[object, ...]] = set()
 
@@ -135,6 +146,7 @@ class Driver:
         params: of each.
         is_forbidden: bool [V], tokens that no request may get.
         options: how to run them.
+        target: where the weights lie.
     """
 
     def __init__(
@@ -146,7 +158,9 @@ class Driver:
         params: list[SamplingParams],
         is_forbidden: np.ndarray,
         options: DriverOptions,
+        target: Target = ONE_DEVICE,
     ) -> None:
+        self.target, self.slot_shares = target, num_slot_shares(target)
         self.weights, self.config, self.numerics = weights, config, numerics
         self.generations, self.params = generations, params
         self.is_forbidden, self.options = is_forbidden, options
@@ -178,7 +192,9 @@ class Driver:
 
     def _sizes(self) -> CacheConfig:
         options = self.options
-        num_slots = options.num_slots or bucket_for(len(self.generations), SLOT_BUCKETS, "prompts")
+        each = -(-len(self.generations) // self.slot_shares)
+        slots_each = options.num_slots or bucket_for(each, SLOT_BUCKETS, "prompts")
+        num_slots = slots_each * self.slot_shares
         needed = max(self._num_pages(slot) for slot in range(len(self.generations)))
         pages = options.pages_per_slot or bucket_for(needed, PAGE_BUCKETS, "pages of a request")
         if len(self.generations) > num_slots or needed > pages:
@@ -189,53 +205,66 @@ class Driver:
             )
         return CacheConfig(num_slots, pages, num_slots * pages)
 
-    def _num_pages(self, slot: int) -> int:
+    def _num_pages(self, number: int) -> int:
         """Count the pages that a request can need."""
-        num_tokens = len(self.generations[slot].prompt_ids) + self.params[slot].max_tokens
+        num_tokens = len(self.generations[number].prompt_ids) + self.params[number].max_tokens
         return -(-num_tokens // PAGE_TOKENS)
 
-    def _is_active(self) -> np.ndarray:
-        running = [generation.finish_reason is None for generation in self.generations]
-        return np.array(running + [False] * (self.sizes.num_slots - len(running)))
+    def _slot(self, number: int) -> int:
+        """Give a request's slot: requests take turns over the shares of the slots."""
+        place, share = divmod(number, self.slot_shares)
+        return share * (self.sizes.num_slots // self.slot_shares) + place
 
-    def _decoder_start(self, slot: int) -> int:
+    def _by_slot[T](self, values: Sequence[T], empty: T) -> list[T]:
+        """Put values of the requests at their slots."""
+        placed = [empty] * self.sizes.num_slots
+        for number, value in enumerate(values):
+            placed[self._slot(number)] = value
+        return placed
+
+    def _is_active(self) -> np.ndarray:
+        return np.array(self._by_slot([one.finish_reason is None for one in self.generations], False))
+
+    def _decoder_start(self, number: int) -> int:
         if self.options.prefill == "exact":
             return 0
         kept = self.config.sliding_window + self.sizes.window_slack
-        return max(0, len(self.generations[slot].prompt_ids) - kept)
+        return max(0, len(self.generations[number].prompt_ids) - kept)
 
     def _admit(self) -> EngineState:
         options = {"config": self.config, "sizes": self.sizes, "numerics": self.numerics}
-        state = initial_state(jnp.asarray(self.is_forbidden), **options)
-        num_slots = self.sizes.num_slots
-        padding = [None] * (num_slots - len(self.params))
-        starts = [self._decoder_start(slot) for slot in range(len(self.generations))]
+        state = initial_state(to_devices(self.is_forbidden, (), self.target), **options, target=self.target)
+        starts = [self._decoder_start(number) for number in range(len(self.generations))]
         admission = Admission(
             is_admitted=self._is_active(),
             page_table=self._page_table(),
-            decoder_starts=np.array(starts + [0] * len(padding), np.int32),
-            parameters=slot_parameters([*self.params, *padding], self.config.eos_token_id),
+            decoder_starts=np.array(self._by_slot(starts, 0), np.int32),
+            parameters=slot_parameters(self._by_slot(self.params, None), self.config.eos_token_id),
         )
-        return admit_step(state, admission)
+        return admit_step(state, to_devices(admission, ("slots",), self.target), target=self.target)
 
     def _page_table(self) -> np.ndarray:
-        """Give each request the pages that it can need, one after the other."""
+        """Give each request the pages that it can need, one after the other, among those of its share."""
         table = np.full((self.sizes.num_slots, self.sizes.pages_per_slot), NOTHING, np.int32)
-        free = 0
-        for slot in range(len(self.generations)):
-            count = self._num_pages(slot)
-            table[slot, :count] = np.arange(free, free + count)
-            free += count
+        pages_each = self.sizes.num_pages // self.slot_shares
+        free = [share * pages_each for share in range(self.slot_shares)]
+        for number in range(len(self.generations)):
+            share, count = number % self.slot_shares, self._num_pages(number)
+            table[self._slot(number), :count] = np.arange(free[share], free[share] + count)
+            free[share] += count
         return table
 
     def _prefill(self, state: EngineState, on_token: OnToken) -> EngineState:
         before, after = [], []
-        for slot in np.flatnonzero(self._is_active()).tolist():
-            prompt = np.asarray(self.generations[slot].prompt_ids, np.int32)
-            start = self._decoder_start(slot)
+        for number, generation in enumerate(self.generations):
+            if generation.finish_reason is not None:
+                continue
+            prompt = np.asarray(generation.prompt_ids, np.int32)
+            start, slot = self._decoder_start(number), self._slot(number)
             before.append(PromptSpan(slot, prompt, 0, start))
             after.append(PromptSpan(slot, prompt, start, len(prompt)))
         packing = (self.sizes.num_slots, self.options.max_rows, self.options.max_chunk)
+        packing = (*packing, self.slot_shares, num_row_shares(self.target))
         for plan in prefill_plans(before, *packing):
             state = self._call("encode", encode_step, state, plan, len(plan.token_ids))
         for plan in prefill_plans(after, *packing):
@@ -245,7 +274,8 @@ class Driver:
         return state
 
     def _call(self, name: str, step, state: EngineState, plan, num_rows: int):
-        options = {"config": self.config, "numerics": self.numerics}
+        options = {"config": self.config, "numerics": self.numerics, "target": self.target}
+        plan = to_devices(plan, ("slots",), self.target)
         if name != "encode":
             options["num_logprobs"] = self.num_logprobs
         key = (name, num_rows, self.sizes, *options.values())
@@ -261,9 +291,11 @@ class Driver:
 
     def _accept(self, output: StepOutput, on_token: OnToken) -> None:
         """Read a step's output and hand its tokens on."""
+        output = to_host(output, self.target)
         is_sampled, tokens = np.asarray(output.is_sampled), np.asarray(output.tokens)
         finish, is_invalid = np.asarray(output.finish), np.asarray(output.is_invalid)
-        for slot, (generation, one) in enumerate(zip(self.generations, self.params, strict=True)):
+        for number, (generation, one) in enumerate(zip(self.generations, self.params, strict=True)):
+            slot = self._slot(number)
             if not is_sampled[slot] or generation.finish_reason is not None:
                 continue
             if is_invalid[slot]:
@@ -275,7 +307,7 @@ class Driver:
             generation.token_ids.append(int(tokens[slot]))
             if one.logprobs is not None:
                 generation.logprobs.append(_token_logprobs(output, slot, one.logprobs))
-            on_token(slot, int(tokens[slot]))
+            on_token(number, int(tokens[slot]))
 
 
 def _token_logprobs(output: StepOutput, slot: int, count: int) -> TokenLogprobs:

@@ -16,7 +16,9 @@ from ..model.numerics import Numerics
 from ..model.weights import Weights
 from ..plans import SLOT_BUCKETS
 from ..sampling_params import InvalidOutputError, RequestError, SamplingParams, check_request
+from ..step import ONE_DEVICE, Target
 from .driver import INVALID_REASON, Driver, DriverOptions, Generation, Timing
+from .target import num_slot_shares
 
 type OnToken = Callable[[int, int], None]
 """Called with (prompt number, token id) for each generated token."""
@@ -32,11 +34,13 @@ def generate_ids(
     timing: Timing | None = None,
     options: DriverOptions = DriverOptions(),  # noqa: B008 (frozen)
     forbidden_ids: Sequence[int] = (),
+    target: Target = ONE_DEVICE,
 ) -> list[Generation]:
     """Generate from prompts of token ids.
 
-    All prompts are checked before any is run. Up to 64 run together. With batch invariant numerics the
-    tokens of one are the same whatever runs beside it and however it is cut into steps.
+    All prompts are checked before any is run. Up to 64 run together on each device that has its own.
+    With batch invariant numerics the tokens of one are the same whatever runs beside it and however it
+    is cut into steps.
 
     Args:
         weights: the loaded weights.
@@ -48,6 +52,7 @@ def generate_ids(
         timing: filled in.
         options: how to run them.
         forbidden_ids: tokens that no request may get, besides the image token.
+        target: where the weights lie.
 
     Returns:
         One generation per prompt, in order.
@@ -68,12 +73,14 @@ def generate_ids(
     is_forbidden = np.zeros(config.vocab_size, bool)
     is_forbidden[[config.image_token_id, *forbidden_ids]] = True
     generations = [Generation(prompt) for prompt in checked]
-    size = options.num_slots or SLOT_BUCKETS[-1]
+    size = (options.num_slots or SLOT_BUCKETS[-1]) * num_slot_shares(target)
     for start in range(0, len(checked), size):
         group = slice(start, start + size)
-        driver = Driver(*(weights, config, numerics, generations[group], each[group], is_forbidden, options))
+        requests = (generations[group], each[group], is_forbidden, options)
+        driver = Driver(weights, config, numerics, *requests, target)
         driver.run(
-            lambda slot, token, start=start: on_token and on_token(start + slot, token), timing or Timing()
+            lambda number, token, start=start: on_token and on_token(start + number, token),
+            timing or Timing(),
         )
     _refuse_invalid(generations)
     return generations

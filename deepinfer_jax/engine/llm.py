@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import overload
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from ..checkpoint import load_weights
 from ..config import ModelConfig
@@ -21,10 +23,14 @@ from ..config_json import read_config
 from ..model.numerics import NUMERICS, Numerics
 from ..model.weights import Weights
 from ..sampling_params import RequestError, SamplingParams
+from ..sharding.layout import Layout
+from ..sharding.mesh import MeshShape
+from ..step import ONE_DEVICE, Target
 from ..text.tokenizer import Tokenizer
 from .driver import DriverOptions, Timing, TokenLogprobs
 from .generate import OnToken, generate_ids
 from .progress import working_on
+from .target import make_target, put_on
 
 NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
 """The embedded default model."""
@@ -60,12 +66,14 @@ class Model:
         weights: in device memory.
         numerics: the choice of arithmetic.
         tokenizer: None for a checkpoint without one; prompts are token ids then.
+        target: where the weights lie.
     """
 
     config: ModelConfig
     weights: Weights
     numerics: Numerics
     tokenizer: Tokenizer | None
+    target: Target = ONE_DEVICE
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn a prompt into token ids.
@@ -95,6 +103,10 @@ def load(
     numerics: str = "official",
     batch_invariant: bool = True,
     cache_format: str | None = None,
+    mesh: str | tuple[int, ...] | MeshShape | Mesh | None = None,
+    layout: str | Layout | None = None,
+    routing_counts: np.ndarray | None = None,
+    redundant_experts: int = 0,
 ) -> Model:
     """Load a checkpoint folder, or the embedded nano model.
 
@@ -105,12 +117,18 @@ def load(
             few sequences at a time run faster.
         cache_format: "fp4", "fp8", "bf16" or "float32": how the cache is rounded and stored; that of the
             numerics by default.
+        mesh: grid of devices, such as "8", "2x4" or "data=2,model=4", or a mesh of JAX; one device by
+            default.
+        layout: what lies where on the mesh: a preset's name or a `Layout`; "data+expert" by default.
+        routing_counts: [L, E], how often each layer's experts were chosen, for a balanced placement of
+            the experts; in order by default.
+        redundant_experts: further places that hold the most used experts once more; needs the counts.
 
     Returns:
         The model, ready to generate.
 
     Raises:
-        ValueError: a refused configuration, checkpoint or numerics, before any compute.
+        ValueError: a refused configuration, checkpoint, numerics or layout, before any compute.
     """
     if numerics not in NUMERICS:
         raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}; choose one")
@@ -120,10 +138,13 @@ def load(
     chosen = replace(NUMERICS[numerics], batch_invariant=batch_invariant)
     if cache_format is not None:
         chosen = replace(chosen, cache_format=cache_format)
+    target = make_target(config, mesh, layout, redundant_experts)
     with working_on(f"loading {path.name}"):
         weights = load_weights(path, config, chosen.compute_dtype)
+        weights = put_on(weights, config, target, routing_counts, redundant_experts)
     has_tokenizer = (path / "tokenizer.json").is_file()
-    return Model(config, weights, chosen, Tokenizer.from_folder(path) if has_tokenizer else None)
+    tokenizer = Tokenizer.from_folder(path) if has_tokenizer else None
+    return Model(config, weights, chosen, tokenizer, target)
 
 
 @cache
@@ -196,6 +217,7 @@ def generate(
     generations = generate_ids(
         *(model.weights, model.config, model.numerics, ids, params, on_token, timing, options),
         forbidden_ids=[] if model.tokenizer is None else model.tokenizer.placeholder_ids(),
+        target=model.target,
     )
     completions = [
         Completion(

@@ -112,6 +112,10 @@ def test_an_official_layout_checkpoint_end_to_end(command: Command, official_fol
     assert stop not in banned.out.splitlines()[0].split(",")
 
 
+NOT_OFFERED = {"routing_counts": None, "redundant_experts": 0}
+"""Arguments of `load` that take arrays, which the command line does not."""
+
+
 class Captured(NamedTuple):
     """How the command line called the package."""
 
@@ -153,9 +157,10 @@ def test_every_option_arrives(captured: Callable[..., Captured]) -> None:
         *("--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.25", "--top-k", "7", "--min-p", "0.125"),
         *("--repetition-penalty", "1.5", "--presence-penalty", "-2", "--frequency-penalty", "0.75"),
         *("--min-tokens", "3", "--stop-token-ids", "5,7", "--bad-token-ids", "8 9,1", "--ignore-eos"),
-        *("--seed", str(2**64 - 1)),
+        *("--seed", str(2**64 - 1), "--mesh", "2x4", "--layout", "tensor"),
     )
     expected = {"folder": "here", "numerics": "float32", "batch_invariant": False, "cache_format": "fp8"}
+    expected |= {"mesh": "2x4", "layout": "tensor", **NOT_OFFERED}
     assert found.load == expected
     assert found.options == DriverOptions(prefill="bounded")
     assert found.params == SamplingParams(
@@ -168,6 +173,7 @@ def test_every_option_arrives(captured: Callable[..., Captured]) -> None:
 def test_options_left_out_change_nothing(captured: Callable[..., Captured]) -> None:
     found = captured()
     expected = {"folder": None, "numerics": "official", "batch_invariant": True, "cache_format": None}
+    expected |= {"mesh": None, "layout": None, **NOT_OFFERED}
     assert found.load == expected
     assert found.options == DriverOptions()
     assert found.params == SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95)

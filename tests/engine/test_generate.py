@@ -231,7 +231,7 @@ class CountingSteps:
         self.sizes.append(sizes.num_slots)
         return np.zeros(sizes.num_slots, np.int32)
 
-    def admit_step(self, state: np.ndarray, admission: Admission) -> np.ndarray:
+    def admit_step(self, state: np.ndarray, admission: Admission, **_: Any) -> np.ndarray:
         self.admissions.append(admission)
         self.left = admission.parameters.max_tokens.copy()
         return state
