@@ -2,7 +2,7 @@
 
 Separate because it is the only part that prints and exits. Refused input is one line on standard
 error and exit code 2.
-Read next: `generate.py`, `params.py`.
+Read next: `generate.py`, `layout.py`, `params.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 invalid model output, 2 input refused.
     """
-    from . import generate, params
+    from . import generate, layout, params
 
     parser = _Parser(
         prog="deepinfer_jax",
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog='example: deepinfer_jax generate "Once upon a time"',
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (generate, params):
+    for module in (generate, layout, params):
         module.add_parser(verbs)
     options = parser.parse_args(arguments)
     try:
