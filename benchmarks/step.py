@@ -24,13 +24,21 @@ from generate import append_results, describe_run, print_results
 
 from deepinfer_jax.checkpoint.names import tensor_table
 from deepinfer_jax.config import CacheConfig, ModelConfig
+from deepinfer_jax.engine.target import num_row_shares, num_slot_shares, to_devices
 from deepinfer_jax.model.backbone import backbone, head_logits
-from deepinfer_jax.model.cache import with_own_pages
 from deepinfer_jax.model.numerics import OFFICIAL, Numerics
 from deepinfer_jax.model.rows import chunk_rows
 from deepinfer_jax.plans import Admission, PromptSpan, prefill_plans
 from deepinfer_jax.sampling_params import SamplingParams, slot_parameters
-from deepinfer_jax.step import EngineState, admit_step, decode_step, initial_state, prefill_step
+from deepinfer_jax.step import (
+    ONE_DEVICE,
+    EngineState,
+    Target,
+    admit_step,
+    decode_step,
+    initial_state,
+    prefill_step,
+)
 from deepinfer_jax.testing.presets import random_resident_weights, released_cut
 
 PROMPT_TOKENS = 40
@@ -63,23 +71,27 @@ def expected_cache_bytes(config: ModelConfig, sizes: CacheConfig) -> int:
     return pages + sizes.num_slots * (window + pending + integers)
 
 
-def ready_state(weights: Any, config: ModelConfig, sizes: CacheConfig, numerics: Numerics) -> EngineState:
+def ready_state(
+    weights: Any, config: ModelConfig, sizes: CacheConfig, numerics: Numerics, target: Target = ONE_DEVICE
+) -> EngineState:
     """Admit and prefill one random prompt in every slot."""
     slots = sizes.num_slots
-    options = {"config": config, "numerics": numerics}
-    state = initial_state(jnp.zeros(config.vocab_size, bool), sizes=sizes, **options)
+    options = {"config": config, "numerics": numerics, "target": target}
+    is_forbidden = to_devices(np.zeros(config.vocab_size, bool), (), target)
+    state = initial_state(is_forbidden, sizes=sizes, **options)
     params = [SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)] * slots
     admission = Admission(
         is_admitted=np.ones(slots, bool),
-        page_table=np.asarray(with_own_pages(state.cache).page_table),
+        page_table=np.arange(sizes.num_pages, dtype=np.int32).reshape(slots, -1),
         decoder_starts=np.zeros(slots, np.int32),
         parameters=slot_parameters(params, config.eos_token_id),
     )
-    state = admit_step(state, admission)
+    state = admit_step(state, to_devices(admission, ("slots",), target), target=target)
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (slots, PROMPT_TOKENS))
     spans = [PromptSpan(slot, prompts[slot].astype(np.int32), 0, PROMPT_TOKENS) for slot in range(slots)]
-    for plan in prefill_plans(spans, slots, max_rows=64):
-        state, _ = prefill_step(weights, state, plan, **options)
+    shares = num_slot_shares(target), num_row_shares(target)
+    for plan in prefill_plans(spans, slots, 64, None, *shares):
+        state, _ = prefill_step(weights, state, to_devices(plan, ("slots",), target), **options)
     return state
 
 
