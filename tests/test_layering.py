@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.target": {"engine", *ENGINE_FRONT},
     "text": {"config"},
     # Text besides the design's three: training renders its corpus with the tokenizer it ships.
-    "training": {"model", "spec_decode", "checkpoint", "text"},
+    "training": {"model", "spec_decode", "checkpoint", "text", "assets"},
     "interop": {"model", "checkpoint"},
     "assets": set(),
     "testing": {EVERYTHING},

@@ -30,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from ..arrays import spec_leaves
+    from ..assets import NANO_FOLDER
     from ..checkpoint.names import expected_tensors
     from ..config_json import read_config
-    from ..engine.llm import NANO_FOLDER
     from ..model.draft_weights import draft_weight_specs
     from ..model.weights import weight_specs
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..assets import NANO_FOLDER
 from ..checkpoint import load_weights
 from ..config import ModelConfig
 from ..config_json import read_config
@@ -31,9 +32,6 @@ from .driver import DriverOptions, Timing, TokenLogprobs
 from .generate import OnToken, generate_ids
 from .progress import working_on
 from .target import make_target, put_on
-
-NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
-"""The embedded default model."""
 
 type Prompt = str | Sequence[int]
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import Array
+from ..assets import NANO_FOLDER
 from ..checkpoint import load_weights
 from ..config import CacheConfig, ModelConfig
 from ..config_json import read_config
@@ -30,7 +31,6 @@ from ..text.tokenizer import Tokenizer
 from .data import HeldOut, evaluation_batches, held_out
 from .forward import Batch, TrainingMode, forward
 from .losses import token_losses
-from .nano_config import NANO_FOLDER
 from .packing import CODES_PER_UNIT, PackedRows
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..assets import NANO_FOLDER
 from ..checkpoint import write_checkpoint
 from ..config import ModelConfig
 from ..model.weights import Weights
-from .nano_config import NANO_FOLDER
 from .optimizer import compute_weights
 
 EVALUATION_FILE = "evaluation.json"

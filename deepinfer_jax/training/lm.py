@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from ..arrays import Array
+from ..assets import NANO_FOLDER
 from ..checkpoint import read_token_map
 from ..config import ModelConfig
 from ..config_json import parse_config
@@ -35,7 +36,7 @@ from .export import export_checkpoint, write_evaluation
 from .forward import Batch, TrainingMode
 from .losses import LossParts, training_loss
 from .mixture import Mixture, batch_indices
-from .nano_config import NANO_FOLDER, nano_config_document
+from .nano_config import nano_config_document
 from .optimizer import balance_biases, compute_weights, initial_weights, make_optimizer
 from .packing import concatenate_rows
 from .plots import plot_losses

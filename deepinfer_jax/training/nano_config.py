@@ -10,13 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..assets import NANO_FOLDER
 from ..checkpoint.token_map import engram_token_map
 from ..config_json import QUANTIZATION
 from ..model.engram import primes_above
 from ..text.tokenizer import IMAGE_TEXT, Tokenizer
-
-NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
-"""Where the package keeps the nano model."""
 
 _ENGRAM_LAYERS = 2
 

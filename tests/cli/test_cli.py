@@ -19,10 +19,10 @@ import jax
 import pytest
 
 from deepinfer_jax import Completion, DriverOptions, InvalidOutputError, SamplingParams, generate, load
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.checkpoint import write_checkpoint
 from deepinfer_jax.cli import EXIT_FAILED, EXIT_REFUSED, main
 from deepinfer_jax.config_json import parse_config
-from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.testing.presets import random_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"

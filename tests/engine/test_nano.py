@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import Model, RequestError, SamplingParams, generate, load, read_config
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.cli import main
-from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
 from deepinfer_jax.testing.golden import ChunkRunner
 

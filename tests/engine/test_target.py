@@ -37,8 +37,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts_that_do_not_divide": (
         {"mesh": "4", "layout": "data+expert", "config": TINY},
-        r"layers.full_1_source.ffn.experts.w1 \[1, 6, 32, 64\]: dimension 'experts' has 6 experts, which 4 devices "
-        r"along \['data'\] cannot share evenly; numbers of devices that work: 1, 2, 3, 6",
+        r"layers.full_1_source.ffn.experts.w1 \[1, 6, 32, 64\]: dimension 'experts' has 6 experts, which 4 "
+        r"devices along \['data'\] cannot share evenly; numbers of devices that work: 1, 2, 3, 6",
     ),
     "groups_that_do_not_divide": (
         {"mesh": "4", "layout": "tensor", "config": TINY},

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.config_json import read_config
-from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.model import layer_scan
 from deepinfer_jax.model.schedule import layer_kind, layers_by_kind, sources_by_ratio
 from deepinfer_jax.model.taps import TapRecorder

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.text.stream import TextStream
 from deepinfer_jax.text.tokenizer import Tokenizer
-from deepinfer_jax.training.nano_config import NANO_FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.text.tokenizer import ASSISTANT_TEXT, THINK_END_TEXT, Tokenizer
 from deepinfer_jax.training import data
 from deepinfer_jax.training.mixture import Mixture, batch_indices, rows_before, steps_indices
-from deepinfer_jax.training.nano_config import NANO_FOLDER
 from deepinfer_jax.training.packing import (
     FULL_CODE,
     ROW_TOKENS,

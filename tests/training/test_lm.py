@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import pytest
 
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.checkpoint import load_weights, read_token_map
 from deepinfer_jax.config_json import parse_config, read_config
-from deepinfer_jax.engine.llm import NANO_FOLDER
 from deepinfer_jax.model.numerics import OFFICIAL
 from deepinfer_jax.training import lm
 from deepinfer_jax.training.export import EVALUATION_FILE

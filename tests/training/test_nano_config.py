@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.config_json import parse_config
 from deepinfer_jax.model.engram import engram_constants
 from deepinfer_jax.training.nano_config import (
-    NANO_FOLDER,
     engram_table_sizes,
     nano_config_document,
     write_nano_config,
