@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from .engine.driver import DriverOptions
     from .engine.llm import Completion, Model, generate, load
     from .sampling_params import InvalidOutputError, RequestError, SamplingParams
+    from .sharding.errors import LayoutError
+    from .sharding.layout import Layout
 
 _HOMES = {
     "Completion": "engine.llm",
     "ConfigError": "config",
     "DriverOptions": "engine.driver",
     "InvalidOutputError": "sampling_params",
+    "Layout": "sharding.layout",
+    "LayoutError": "sharding.errors",
     "Model": "engine.llm",
     "ModelConfig": "config",
     "RequestError": "sampling_params",
@@ -35,6 +39,8 @@ __all__ = [
     "ConfigError",
     "DriverOptions",
     "InvalidOutputError",
+    "Layout",
+    "LayoutError",
     "Model",
     "ModelConfig",
     "RequestError",

@@ -16,6 +16,7 @@ from deepinfer_jax.engine.target import make_target, put_on
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import Weights
 from deepinfer_jax.sharding.layout import Layout
+from deepinfer_jax.step import admit_step, decode_step, initial_state, prefill_step
 from deepinfer_jax.testing.presets import DIVISIBLE, as_resident, random_weights
 from deepinfer_jax.testing.tolerances import assert_close
 
@@ -96,6 +97,15 @@ MIXED = Layout(
 def alone(numerics: Numerics, prefill: str = "exact") -> Outcome:
     """The requests on one device."""
     return run_requests(numerics, prefill=prefill)
+
+
+@pytest.mark.multi
+def test_the_same_requests_trace_nothing_again() -> None:
+    steps = (initial_state, admit_step, prefill_step, decode_step)
+    run_requests(FLOAT32, "8", "data")
+    counts = [step._cache_size() for step in steps]
+    run_requests(FLOAT32, "8", "data")
+    assert [step._cache_size() for step in steps] == counts
 
 
 def slow(*values):
