@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from generate import append_results, describe_run, print_results
-from step import ready_state
+from step import ready_state, time_steps
 
 from deepinfer_jax.config import CacheConfig, ModelConfig
 from deepinfer_jax.engine.target import make_target, put_on, to_devices
@@ -72,16 +72,10 @@ def measure(
         state, output = step(state)
         reported += [np.asarray(output.tokens), np.asarray(output.logprobs)]
     warmed = time.perf_counter() - started
-    seconds = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        state, output = step(state)
-        output.tokens.block_until_ready()
-        seconds.append(time.perf_counter() - started)
+    state, seconds = time_steps(step, state, steps)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            state, output = step(state)
-            output.tokens.block_until_ready()
+            time_steps(step, state, 1)
         profile = collective_share(Path(folder))
     milliseconds = 1000 * statistics.median(seconds)
     record = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from .arrays import is_spec
 from .config import CacheConfig, ModelConfig
@@ -24,7 +24,7 @@ from .plans import ROW_BUCKETS, PrefillPlan
 from .sharding.errors import LayoutError
 from .sharding.layout import Layout
 from .sharding.mesh import MeshShape, make_mesh
-from .sharding.place import PADDED, is_words, padded_size, partitions
+from .sharding.place import PADDED, pad_table, padded_size, place_tree
 from .step import ONE_DEVICE, EngineState, Target, decode_step, initial_state, prefill_step, state_words
 
 
@@ -105,14 +105,10 @@ def lower_step(shape: StepShape, devices: Sequence[Any]) -> jax.stages.Lowered:
 def _abstract_weights(shape: StepShape, place: Any) -> Any:
     """Describe the placed weights; tables are filled up so that their rows divide."""
     specs, plain = weight_specs(shape.config), abstract_weights(shape.config, shape.numerics)
-    shares = shape.mesh.size(shape.layout.stored_axes_of(PADDED))
-
-    def fill_up(array: Any) -> Any:
-        rows, *rest = array.shape
-        return jax.ShapeDtypeStruct((padded_size(rows, shares), *rest), array.dtype)
+    fill_up = partial(pad_table, shares=shape.mesh.size(shape.layout.stored_axes_of(PADDED)))
 
     def describe(spec: Any, weight: Any) -> Any:
-        filled = jax.tree.map(fill_up, weight) if PADDED in spec.axes else weight
+        filled = jax.eval_shape(fill_up, weight) if PADDED in spec.axes else weight
         return place(spec.stacked_axes, filled)
 
     placed = jax.tree.map(describe, specs, plain.replace(token_map=None), is_leaf=is_spec)
@@ -134,19 +130,15 @@ def _abstract_plan(shape: StepShape) -> PrefillPlan:
 
 
 def _on_one_device(device: Any, words: Any, tree: Any) -> Any:
-    return jax.tree.map(partial(_placed, SingleDeviceSharding(device)), tree)
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda array: _placed(array, sharding), tree)
 
 
 def _on_mesh(target: Target, words: Any, tree: Any) -> Any:
     """Give the arrays of a tree their shardings; `words` is a prefix of the tree."""
     assert target.mesh is not None
-    mesh = target.mesh
-
-    def place(axes: tuple[str, ...], part: Any) -> Any:
-        return jax.tree.map(partial(_placed, NamedSharding(mesh, partitions(axes, target.layout))), part)
-
-    return jax.tree.map(place, words, tree, is_leaf=is_words)
+    return place_tree(tree, words, target.layout, target.mesh, put=_placed)
 
 
-def _placed(sharding: Sharding, array: Any) -> jax.ShapeDtypeStruct:
+def _placed(array: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

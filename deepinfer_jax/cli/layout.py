@@ -112,6 +112,10 @@ def run(options: argparse.Namespace) -> int:
         _print_comparison(options, plans, notes)
     else:
         plan = _plan(options, config, mesh, options.preset or DEFAULT_PRESET)
+        if options.compile not in (None, "cpu"):
+            from ..lab_compile import require_aot_packages
+
+            require_aot_packages()
         _print_report(options, plan)
         if options.compile is not None:
             return _print_compiled(options, plan)
@@ -121,10 +125,6 @@ def run(options: argparse.Namespace) -> int:
 def _print_report(options: argparse.Namespace, plan: LayoutPlan) -> None:
     from ..sharding.report import page, report_html, report_svg, report_text
 
-    if options.compile not in (None, "cpu"):
-        from ..lab_compile import require_aot_packages
-
-        require_aot_packages()
     # Files first: after a refusal standard output is empty.
     if options.svg is not None:
         _write("--svg", options.svg, report_svg(plan))
@@ -150,6 +150,7 @@ def _print_compiled(options: argparse.Namespace, plan: LayoutPlan) -> int:
     from ..engine.progress import working_on
     from ..lab_compile import compile_step
     from ..sharding.report import compiled_text
+    from . import EXIT_FAILED
 
     try:
         with working_on(f"compiling the decode step for {plan.mesh.num_devices} imagined devices"):
@@ -158,7 +159,7 @@ def _print_compiled(options: argparse.Namespace, plan: LayoutPlan) -> int:
             )
     except RuntimeError as error:
         print(f"deepinfer_jax layout: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     width, is_coloured = _paper()
     print(compiled_text(plan, compiled, width, is_coloured=is_coloured), end="")
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from ..arrays import LOGICAL_AXES
 from .errors import LayoutError
@@ -73,7 +73,7 @@ class Layout:
         object.__setattr__(self, "gathered", _table(self.gathered))
         self._require("split", SPLITTABLE)
         self._require("gathered", GATHERABLE)
-        both = sorted(dict(_table(self.split)).keys() & dict(_table(self.gathered)).keys())
+        both = sorted(dict(self._split).keys() & dict(self._gathered).keys())
         if both:
             raise LayoutError(
                 f"layout {self.name!r}: got {both} in both split and gathered, expected each axis in one: "
@@ -87,17 +87,25 @@ class Layout:
                 f"out or write rows={[*slots, *(axis for axis in rows if axis not in slots)]}"
             )
 
+    @property
+    def _split(self) -> Table:
+        return cast(Table, self.split)
+
+    @property
+    def _gathered(self) -> Table:
+        return cast(Table, self.gathered)
+
     def axes_of(self, word: str) -> tuple[str, ...]:
         """Give the mesh axes over which the work along a logical axis is divided; () for none."""
         word = FOLLOWERS.get(word, word)
-        table = dict(_table(self.split))
+        table = dict(self._split)
         if word == "rows" and "rows" not in table:
             word = "slots"
         return table.get(word, ())
 
     def gathered_axes_of(self, word: str) -> tuple[str, ...]:
         """Give the mesh axes over which only the storage along a logical axis is divided."""
-        return dict(_table(self.gathered)).get(word, ())
+        return dict(self._gathered).get(word, ())
 
     def stored_axes_of(self, word: str) -> tuple[str, ...]:
         """Give the mesh axes over which an array is divided along a logical axis, for either reason."""
@@ -111,7 +119,7 @@ class Layout:
     @property
     def while_decoding(self) -> Layout:
         """The layout of rows that stand for one slot each: they lie where their slots do."""
-        return replace(self, split=tuple(item for item in _table(self.split) if item[0] != "rows"))
+        return replace(self, split=tuple(item for item in self._split if item[0] != "rows"))
 
     def on(self, mesh: MeshShape) -> Layout:
         """Write out "*" as the axes of a mesh.
@@ -129,7 +137,7 @@ class Layout:
         def resolve(table: Table) -> Table:
             return tuple((word, self._resolve(word, axes, mesh)) for word, axes in table)
 
-        return replace(self, split=resolve(_table(self.split)), gathered=resolve(_table(self.gathered)))
+        return replace(self, split=resolve(self._split), gathered=resolve(self._gathered))
 
     def _resolve(self, word: str, axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
         names = mesh.names if axes == (EVERY_AXIS,) else axes
@@ -218,9 +226,9 @@ def divide(
 
 def describe(layout: Layout) -> list[str]:
     """Say in one line each what a layout divides."""
-    lines = [f"{word} over {', '.join(axes)}" for word, axes in _table(layout.split)]
-    return lines + [f"{word} stored over {', '.join(axes)}" for word, axes in _table(layout.gathered)]
+    lines = [f"{word} over {', '.join(axes)}" for word, axes in layout._split]
+    return lines + [f"{word} stored over {', '.join(axes)}" for word, axes in layout._gathered]
 
 
-SINGLE: Any = Layout("single", "every device holds and computes everything")
+SINGLE = Layout("single", "every device holds and computes everything")
 """The layout that divides nothing."""

@@ -6,7 +6,7 @@ Read next: `layout.py` (the table it reads), `mesh.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -99,7 +99,13 @@ def place_array(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def place_tree(tree: Any, words: Any, layout: Layout, mesh: Mesh) -> Any:
+def place_tree(
+    tree: Any,
+    words: Any,
+    layout: Layout,
+    mesh: Mesh,
+    put: Callable[[Any, NamedSharding], Any] = place_array,
+) -> Any:
     """Put a tree of host arrays on a mesh.
 
     Args:
@@ -107,6 +113,7 @@ def place_tree(tree: Any, words: Any, layout: Layout, mesh: Mesh) -> Any:
         words: logical axes at the leaves of a prefix of the tree.
         layout: on the mesh.
         mesh: the devices.
+        put: what is done with an array and its sharding.
 
     Returns:
         The tree of divided arrays.
@@ -114,7 +121,7 @@ def place_tree(tree: Any, words: Any, layout: Layout, mesh: Mesh) -> Any:
 
     def place(axes: tuple[str, ...], part: Any) -> Any:
         sharding = NamedSharding(mesh, partitions(axes, layout))
-        return jax.tree.map(lambda array: place_array(array, sharding), part)
+        return jax.tree.map(lambda array: put(array, sharding), part)
 
     return jax.tree.map(place, words, tree, is_leaf=is_words)
 

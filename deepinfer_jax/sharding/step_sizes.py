@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..config import PAGE_TOKENS, ModelConfig
+from .exchange import meeting
 from .layout import Layout
 from .memory import TABLE_PAGES, StoredArray
 from .mesh import MeshShape
@@ -151,13 +152,11 @@ class StepSizes:
 
     def common(self, word: str) -> tuple[str, ...]:
         """Give the mesh axes along which both a logical axis is divided and rows differ."""
-        rows = self.layout.axes_of("rows")
-        return tuple(axis for axis in self.layout.axes_of(word) if axis in rows)
+        return meeting(self.layout, word).common
 
     def rest(self, word: str) -> tuple[str, ...]:
         """Give the mesh axes along which a logical axis is divided and rows are repeated."""
-        common = self.common(word)
-        return tuple(axis for axis in self.layout.axes_of(word) if axis not in common)
+        return meeting(self.layout, word).rest
 
     def work_shape(self, array: StoredArray) -> tuple[int, ...]:
         """Shape of what this device works with of an array: whole where only its storage is divided."""
