@@ -1,26 +1,31 @@
-"""How a request says its tokens are chosen, checked at the boundary, and the same as arrays. NumPy only.
+"""How a request says its tokens are chosen, checked at the boundary. NumPy only.
 
 Separate from `plans.py` because a request is checked before any plan exists, and from `sampling/`
 because the engine's host side must not import JAX.
-Read next: `sampling/sample.py` (what each parameter does, in order), `plans.py`.
+Read next: `sampling/sample.py` (what each parameter does, in order), `slot_parameters.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from .config import NOTHING, ModelConfig
+from .config import ModelConfig
 
 MAX_BIASED_TOKENS = 512
 """Tokens of one request with a bias or a ban, together: the width of a slot's table."""
 
 MAX_STOP_TOKENS = 64
 """Stop tokens of one request, besides the end of sequence."""
+
+MAX_STOP_STRINGS = 64
+"""Stop strings of one request."""
+
+MAX_SAMPLES = 64
+"""Outputs of one request."""
 
 MAX_LOGPROBS = 20
 """Most probable tokens that a request may ask the log-probabilities of."""
@@ -75,6 +80,12 @@ class SamplingParams:
         bad_token_ids: tokens never generated.
         stop_token_ids: tokens that end the output, besides the end of sequence.
         logprobs: None for none, n for the chosen token's and those of the n most probable.
+        stop: texts that end the output where they first appear, a string or several; they need a
+            tokenizer, and do not count before `min_tokens`.
+        include_stop: whether the stop text that ended the output stays at its end.
+        n: outputs of one prompt; the first has the seed itself, the others seeds made of it.
+        prompt_logprobs: the same as `logprobs` for the tokens of the prompt after the first; the prompt
+            is then computed whole.
 
     Raises:
         RequestError: a value out of range.
@@ -95,10 +106,15 @@ class SamplingParams:
     bad_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop: bool = False
+    n: int = 1
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_numbers()
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name, limit in (("bad_token_ids", MAX_BIASED_TOKENS), ("stop_token_ids", MAX_STOP_TOKENS)):
             object.__setattr__(self, name, _token_ids(getattr(self, name), limit, name))
@@ -115,9 +131,14 @@ class SamplingParams:
             _require(_is_int_in(value, 0, MAX_INT32), name, value, "an int >= 0 (below 2^31)")
         expected = f"an int <= max_tokens ({self.max_tokens})"
         _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, expected)
-        _require(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", self.ignore_eos, "True or False")
-        is_logprobs = self.logprobs is None or _is_int_in(self.logprobs, 0, MAX_LOGPROBS)
-        _require(is_logprobs, "logprobs", self.logprobs, f"None or an int in 0..{MAX_LOGPROBS}")
+        _require(_is_int_in(self.n, 1, MAX_SAMPLES), "n", self.n, f"an int in 1..{MAX_SAMPLES}")
+        for name in ("ignore_eos", "include_stop"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool | np.bool_), name, value, "True or False")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            is_count = value is None or _is_int_in(value, 0, MAX_LOGPROBS)
+            _require(is_count, name, value, f"None or an int in 0..{MAX_LOGPROBS}")
         _require(_is_int_in(self.seed, 0, 2**64 - 1), "seed", self.seed, "an int in 0..2^64-1")
 
     def _check_numbers(self) -> None:
@@ -148,6 +169,43 @@ class SamplingParams:
         """The `logit_bias` as it is stored: sorted pairs of token id and bias."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The `stop` as it is stored: a sorted tuple."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    def for_sample(self, index: int) -> SamplingParams:
+        """Give the parameters of one of the `n` outputs.
+
+        Args:
+            index: which one, from 0; it has the same tokens for every `n`.
+
+        Returns:
+            Parameters with `n` 1 and a seed of their own.
+        """
+        return replace(self, n=1, seed=sample_seed(self.seed, index))
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Make the seed of one of several outputs: the seed itself for the first, hashed with the index after.
+
+    Args:
+        seed: 64-bit.
+        index: which output, from 0.
+
+    Returns:
+        The 64-bit seed.
+
+    Source: the finaliser of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators").
+    """
+    if index == 0:
+        return int(seed)
+    word = (int(seed) + index * 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
 
 
 def check_request(token_ids: Sequence[int], params: SamplingParams, config: ModelConfig, which: str) -> None:
@@ -183,103 +241,18 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, config: Mode
             f"{which}: bad_token_ids: got every token that could be generated, expected at least one left "
             "(min_tokens forbids the stop tokens as well); ban fewer tokens"
         )
-    if params.logprobs is not None and params.logprobs > config.vocab_size:
-        raise RequestError(
-            f"{which}: logprobs: got {params.logprobs}, expected at most the {config.vocab_size} tokens of "
-            "the vocabulary; ask for fewer"
-        )
-
-
-class SlotParameters(NamedTuple):
-    """The parameters of B slots as arrays of fixed shape.
-
-    Attributes:
-        seeds: uint32 [B, 2], words of the 64-bit seed.
-        temperature: float32 [B], 0 for greedy.
-        top_k: int32 [B], 0 for off.
-        top_p: float32 [B].
-        min_p: float32 [B].
-        repetition_penalty: float32 [B].
-        presence_penalty: float32 [B].
-        frequency_penalty: float32 [B].
-        bias_ids: int32 [B, MAX_BIASED_TOKENS], no id twice, NOTHING where unused.
-        bias_values: float32 [B, MAX_BIASED_TOKENS], MASKED_SCORE for a banned token.
-        stop_ids: int32 [B, MAX_STOP_TOKENS + 1], end of sequence included, NOTHING where unused.
-        min_tokens: int32 [B].
-        max_tokens: int32 [B].
-    """
-
-    seeds: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    repetition_penalty: np.ndarray
-    presence_penalty: np.ndarray
-    frequency_penalty: np.ndarray
-    bias_ids: np.ndarray
-    bias_values: np.ndarray
-    stop_ids: np.ndarray
-    min_tokens: np.ndarray
-    max_tokens: np.ndarray
-
-
-def slot_parameters(params: Sequence[SamplingParams | None], eos_token_id: int) -> SlotParameters:
-    """Lay the parameters of several slots out as arrays.
-
-    Args:
-        params: one a slot; None for a slot without a request, which is greedy and never stops.
-        eos_token_id: the end of sequence, a stop token unless the request ignores it.
-
-    Returns:
-        The arrays.
-    """
-    num_slots = len(params)
-    arrays = SlotParameters(
-        seeds=np.zeros((num_slots, 2), np.uint32),
-        temperature=np.zeros(num_slots, np.float32),
-        top_k=np.zeros(num_slots, np.int32),
-        top_p=np.ones(num_slots, np.float32),
-        min_p=np.zeros(num_slots, np.float32),
-        repetition_penalty=np.ones(num_slots, np.float32),
-        presence_penalty=np.zeros(num_slots, np.float32),
-        frequency_penalty=np.zeros(num_slots, np.float32),
-        bias_ids=np.full((num_slots, MAX_BIASED_TOKENS), NOTHING, np.int32),
-        bias_values=np.zeros((num_slots, MAX_BIASED_TOKENS), np.float32),
-        stop_ids=np.full((num_slots, MAX_STOP_TOKENS + 1), NOTHING, np.int32),
-        min_tokens=np.zeros(num_slots, np.int32),
-        max_tokens=np.zeros(num_slots, np.int32),
-    )
-    for slot, one in enumerate(params):
-        if one is not None:
-            _fill_slot(arrays, slot, one, eos_token_id)
-    return arrays
-
-
-def seed_words(seed: int) -> np.ndarray:
-    """Split a 64-bit seed into two words, exact without 64-bit arrays: uint32 [2], high first."""
-    return np.array([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and value > config.vocab_size:
+            raise RequestError(
+                f"{which}: {name}: got {value}, expected at most the {config.vocab_size} tokens of the "
+                "vocabulary; ask for fewer"
+            )
 
 
 def stop_ids_of(params: SamplingParams, eos_token_id: int) -> tuple[int, ...]:
     """List every token that ends the output of a request."""
     return tuple({*params.stop_token_ids, *(() if params.ignore_eos else (eos_token_id,))})
-
-
-def _fill_slot(arrays: SlotParameters, slot: int, one: SamplingParams, eos_token_id: int) -> None:
-    arrays.seeds[slot] = seed_words(one.seed)
-    # Decided here, in float64: 1e-5 itself is below 1e-5 once it is a float32.
-    arrays.temperature[slot] = 0.0 if one.is_greedy else one.temperature
-    arrays.top_k[slot] = max(one.top_k, 0)
-    for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        getattr(arrays, name)[slot] = getattr(one, name)
-    arrays.min_tokens[slot], arrays.max_tokens[slot] = one.min_tokens, one.max_tokens
-    # A ban replaces the bias, so that no id is there twice.
-    biases = {**dict(one.bias_pairs), **dict.fromkeys(one.bad_token_ids, -math.inf)}
-    arrays.bias_ids[slot, : len(biases)] = list(biases)
-    arrays.bias_values[slot, : len(biases)] = list(biases.values())
-    stops = stop_ids_of(one, eos_token_id)
-    arrays.stop_ids[slot, : len(stops)] = stops
 
 
 def _bias_pairs(value: object) -> Pairs:
@@ -294,6 +267,14 @@ def _bias_pairs(value: object) -> Pairs:
     biases = {int(token): float(bias) for token, bias in pairs}
     _require(len(biases) == len(pairs), "logit_bias", value, expected)
     return tuple(sorted(biases.items()))
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    expected = f"a text or at most {MAX_STOP_STRINGS} of them, none empty"
+    texts = [value] if isinstance(value, str) else _listed(value, "stop", expected)
+    is_valid = all(isinstance(text, str) and text for text in texts)
+    _require(is_valid and len(texts) <= MAX_STOP_STRINGS, "stop", value, expected)
+    return tuple(sorted(set(texts)))
 
 
 def _token_ids(value: object, limit: int, what: str) -> tuple[int, ...]:

@@ -19,14 +19,16 @@ from deepinfer_jax.arrays import MASKED_SCORE, NOTHING
 from deepinfer_jax.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     RequestError,
     SamplingParams,
     check_request,
-    seed_words,
-    slot_parameters,
+    sample_seed,
     stop_ids_of,
 )
+from deepinfer_jax.slot_parameters import seed_words, slot_parameters
 from deepinfer_jax.testing.presets import TINY
 
 LIMIT = TINY.max_position_embeddings
@@ -53,6 +55,11 @@ NOT_NUMBERS = ("1", None, True, math.nan)
         *[("ignore_eos", value) for value in (0, 1, None, "yes")],
         *[("seed", value) for value in (-1, 2**64, 0.5, None, True)],
         *[("logprobs", value) for value in (-1, MAX_LOGPROBS + 1, 1.0, True, "2")],
+        *[("prompt_logprobs", value) for value in (-1, MAX_LOGPROBS + 1, 1.0, True, "2")],
+        *[("stop", value) for value in ("", ("a", ""), (1,), 5, None, b"ab", ("a", None))],
+        ("stop", [str(number) for number in range(MAX_STOP_STRINGS + 1)]),
+        *[("include_stop", value) for value in (0, 1, None, "yes")],
+        *[("n", value) for value in (0, -1, MAX_SAMPLES + 1, 1.0, None, True)],
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(name: str, value: Any) -> None:
@@ -69,6 +76,8 @@ def test_sampling_parameters_at_the_edges_are_accepted() -> None:
     SamplingParams(max_tokens=2**31 - 1, min_tokens=2**31 - 1, top_k=2**31 - 1, logprobs=MAX_LOGPROBS)
     SamplingParams(repetition_penalty=0.01, presence_penalty=-100, frequency_penalty=100)
     SamplingParams(repetition_penalty=100, logit_bias={0: -1000, 5: 1000})
+    SamplingParams(stop="\n", include_stop=True, n=MAX_SAMPLES, prompt_logprobs=MAX_LOGPROBS)
+    SamplingParams(stop=[str(number) for number in range(MAX_STOP_STRINGS)], n=1, prompt_logprobs=0)
     # NumPy's numbers are numbers.
     SamplingParams(np.int64(3), np.float32(0.5), np.float32(0.5), np.uint64(2**64 - 1))  # type: ignore[arg-type]
     SamplingParams(bad_token_ids=np.arange(3), ignore_eos=np.bool_(True), top_k=np.int32(4))  # type: ignore[arg-type]
@@ -80,7 +89,7 @@ def test_defaults_are_off() -> None:
         **{"max_tokens": 128, "temperature": 1.0, "top_p": 1.0, "seed": 0, "ignore_eos": False},
         **{"min_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0},
         **{"frequency_penalty": 0.0, "logit_bias": (), "bad_token_ids": (), "stop_token_ids": ()},
-        "logprobs": None,
+        **{"logprobs": None, "stop": (), "include_stop": False, "n": 1, "prompt_logprobs": None},
     }
 
 
@@ -91,6 +100,45 @@ def test_equal_requests_are_equal_and_hashable() -> None:
     assert hash(one) == hash(other)
     assert one.logit_bias == ((3, -2.5), (5, 1.0))
     assert replace(one, seed=3).logit_bias == one.logit_bias
+
+
+def test_stop_strings_are_a_sorted_tuple_however_they_are_given() -> None:
+    one = SamplingParams(stop="end")
+    assert one == SamplingParams(stop=("end",)) == SamplingParams(stop=["end", "end"])
+    assert (one.stop, one.stop_strings) == (("end",), ("end",))
+    several = SamplingParams(stop={"b", "a", "ab"})  # type: ignore[arg-type]
+    assert several.stop_strings == ("a", "ab", "b")
+    assert hash(several) == hash(SamplingParams(stop=("ab", "b", "a")))
+    assert replace(several, seed=3).stop_strings == several.stop_strings
+    # A text of several characters is one stop string, not several.
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+
+
+def test_the_first_sample_has_the_seed_itself() -> None:
+    one = SamplingParams(seed=2**64 - 1, n=5, temperature=0.5, stop="x", logprobs=2)
+    assert one.for_sample(0) == replace(one, n=1)
+    assert one.for_sample(3) == replace(one, n=1, seed=sample_seed(one.seed, 3))
+    # More samples do not change the ones before.
+    assert [one.for_sample(index) for index in range(3)] == [
+        replace(one, n=3).for_sample(index) for index in range(3)
+    ]
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+def test_samples_have_seeds_of_their_own(seed: int) -> None:
+    seeds = [sample_seed(seed, index) for index in range(MAX_SAMPLES)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == MAX_SAMPLES
+    assert all(0 <= one < 2**64 for one in seeds)
+    # Nearby seeds are those of other requests: what they make must not meet.
+    assert not set(seeds) & {sample_seed((seed + 1) % 2**64, index) for index in range(MAX_SAMPLES)}
+    assert [sample_seed(np.uint64(seed), index) for index in range(3)] == seeds[:3]  # type: ignore[arg-type]
+
+
+def test_sample_seeds_are_those_of_splitmix64() -> None:
+    """Published outputs of the generator started at 0 (the reference C code of Vigna)."""
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [sample_seed(0, index) for index in range(1, 5)] == expected
 
 
 def test_biases_and_bans_share_one_table() -> None:
@@ -163,8 +211,10 @@ def test_a_request_needs_a_token_that_may_come() -> None:
 
 def test_more_logprobs_than_tokens_are_refused() -> None:
     config = replace(TINY, vocab_size=8, image_token_id=7, engram_compressed_vocab_size=8)
-    with pytest.raises(RequestError, match="prompt 0: logprobs: got 9, expected at most the 8 tokens"):
-        check_request([5], SamplingParams(logprobs=9), config, "prompt 0")
+    for name in ("logprobs", "prompt_logprobs"):
+        check_request([5], SamplingParams(**{name: 8}), config, "prompt 0")  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=f"prompt 0: {name}: got 9, expected at most the 8 tokens"):
+            check_request([5], SamplingParams(**{name: 9}), config, "prompt 0")  # type: ignore[arg-type]
 
 
 def test_a_prompt_may_fill_every_position() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.sampling.randomness import SAMPLE_TOKEN, gumbel
-from deepinfer_jax.sampling_params import seed_words
+from deepinfer_jax.slot_parameters import seed_words
 from deepinfer_jax.testing.samplers import plain_gumbel, threefry
 from deepinfer_jax.testing.tolerances import assert_close
 
