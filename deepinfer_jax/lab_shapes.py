@@ -25,7 +25,8 @@ from .sharding.errors import LayoutError
 from .sharding.layout import Layout
 from .sharding.mesh import MeshShape, make_mesh
 from .sharding.place import PADDED, pad_table, padded_size, place_tree
-from .step import ONE_DEVICE, EngineState, Target, decode_step, initial_state, prefill_step, state_words
+from .sharding.target import ONE_DEVICE, Target
+from .step import EngineState, decode_step, initial_state, prefill_step, state_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def _abstract_plan(shape: StepShape) -> PrefillPlan:
     integers: Any = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
     flags: Any = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_)
     last_rows: Any = jax.ShapeDtypeStruct((shape.num_slots,), jnp.int32)
-    return PrefillPlan(integers, integers, integers, flags, last_rows)
+    return PrefillPlan(integers, integers, integers, flags, next_ids=integers, last_rows=last_rows)
 
 
 def _on_one_device(device: Any, words: Any, tree: Any) -> Any:

@@ -1,20 +1,21 @@
-"""What host and device exchange: step shapes, admissions, prefill plans. NumPy only.
+"""What host and device exchange: step shapes, admissions, plans. NumPy only.
 
-Separate because both sides depend on it: the engine fills plans in, the step reads them.
-Read next: `step.py` (the device side), `engine/driver.py` (the host side).
+Separate because both sides depend on it: the scheduler fills plans in, the steps read them.
+Read next: `step.py` (the device side), `engine/scheduler.py` (the host side).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .config import NOTHING
-from .sampling_params import MAX_LOGPROBS, RequestError, SlotParameters
+from .sampling_params import MAX_LOGPROBS, RequestError
+from .slot_parameters import SlotParameters
 
 SLOT_BUCKETS = (1, 8, 64)
 """Sequences that run together; a larger batch is cut into groups of the last size."""
@@ -36,18 +37,28 @@ PREFILL_MODES = ("exact", "bounded")
 
 
 class Admission(NamedTuple):
-    """New requests for some of B slots.
+    """Requests for some of B slots, and the pages of all.
 
     Attributes:
-        is_admitted: bool [B]; the other fields count only there.
+        is_admitted: bool [B]; all fields but `page_table` count only there.
         page_table: int32 [B, pages of a slot], NOTHING where a slot has none.
         decoder_starts: int32 [B], first prompt position that the decoder half will see.
+        lengths: int32 [B], tokens that are in the slot's cache already.
+        tokens: int32 [B], latest token, not yet in the cache, of a slot that runs.
+        is_running: bool [B], whether the slot goes on from that token, rather than from rows to come.
+        prompt_lengths: int32 [B], tokens of the prompt.
+        num_generated: int32 [B], tokens of the output that will not come as rows.
         parameters: sampling parameters.
     """
 
     is_admitted: np.ndarray
     page_table: np.ndarray
     decoder_starts: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray
+    is_running: np.ndarray
+    prompt_lengths: np.ndarray
+    num_generated: np.ndarray
     parameters: SlotParameters
 
 
@@ -62,6 +73,7 @@ class PrefillPlan(NamedTuple):
         slots: int32 [R].
         positions: int32 [R].
         is_valid: bool [R].
+        next_ids: int32 [R], the token after each row, NOTHING where it is not known yet.
         last_rows: int32 [B], row where each slot's prompt ends, so that a token is sampled from it;
             NOTHING for a slot whose prompt does not end in this step.
     """
@@ -70,7 +82,41 @@ class PrefillPlan(NamedTuple):
     slots: np.ndarray
     positions: np.ndarray
     is_valid: np.ndarray
+    next_ids: np.ndarray
     last_rows: np.ndarray
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of an engine: what the devices do, in this order.
+
+    Attributes:
+        saves_before: (snapshot, slot) to copy before anything changes.
+        restores: (slot, snapshot) to copy.
+        imports: (slot, pages of the slot, what another engine exported) to copy.
+        admission: requests that start in a slot, with the pages of all slots.
+        page_table: int32 [B, pages of a slot], where only that changed.
+        notes: (slot, token ids) of sequences that come without rows, for the penalties.
+        is_decoding: bool [B], slots that run their latest token.
+        encode: prompt rows for the encoder half alone.
+        prefill: prompt rows for all layers.
+        saves_after: (snapshot, slot) to copy at the end.
+        num_logprobs: most probable tokens to report, one of `LOGPROB_BUCKETS`.
+        num_prompt_logprobs: the same after each prompt row, None for none.
+    """
+
+    saves_before: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    imports: list[tuple[int, np.ndarray, Any]] = field(default_factory=list)
+    admission: Admission | None = None
+    page_table: np.ndarray | None = None
+    notes: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    is_decoding: np.ndarray | None = None
+    encode: PrefillPlan | None = None
+    prefill: PrefillPlan | None = None
+    saves_after: list[tuple[int, int]] = field(default_factory=list)
+    num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +128,14 @@ class PromptSpan:
         token_ids: int32, the whole prompt.
         start: first position to run.
         stop: position after the last one.
+        samples: whether a token is sampled after the last token of the prompt.
     """
 
     slot: int
     token_ids: np.ndarray
     start: int
     stop: int
+    samples: bool = True
 
 
 def bucket_for(size: int, buckets: tuple[int, ...], what: str) -> int:
@@ -128,9 +176,9 @@ def prefill_plans(
     queues = [_pieces(share, max_rows * row_shares, max_chunk) for share in shares]
     plans = []
     for pieces in zip_longest(*queues, fillvalue=[]):
-        used = max(sum(_padded_rows(piece) for piece in share) for share in pieces)
+        used = max(sum(padded_rows(piece) for piece in share) for share in pieces)
         rows = bucket_for(-(-used // row_shares), ROW_BUCKETS, "prefill rows") * row_shares
-        plans.append(_pack(pieces, num_slots, rows))
+        plans.append(pack_rows(pieces, num_slots, rows))
     return plans
 
 
@@ -144,16 +192,27 @@ def _pieces(spans: Sequence[PromptSpan], max_rows: int, max_chunk: int | None) -
             stop = min(span.stop, starts[number] + room)
             if stop > starts[number]:
                 pieces.append(PromptSpan(span.slot, span.token_ids, starts[number], stop))
-                used += _padded_rows(pieces[-1])
+                used += padded_rows(pieces[-1])
                 starts[number] = stop
         yield pieces
 
 
-def _padded_rows(piece: PromptSpan) -> int:
+def padded_rows(piece: PromptSpan) -> int:
+    """Count the rows that a piece of a prompt takes, in whole blocks."""
     return -(-(piece.stop - piece.start) // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
 
 
-def _pack(shares: Sequence[Sequence[PromptSpan]], num_slots: int, rows_each: int) -> PrefillPlan:
+def pack_rows(shares: Sequence[Sequence[PromptSpan]], num_slots: int, rows_each: int) -> PrefillPlan:
+    """Make a step of pieces of prompts.
+
+    Args:
+        shares: the pieces on each share of the slots, at most one a slot.
+        num_slots: B.
+        rows_each: rows of each share.
+
+    Returns:
+        The step.
+    """
     num_rows = rows_each * len(shares)
     # Padding stands for the first slot of its share: each device knows its own slots only.
     first_slots = np.arange(len(shares), dtype=np.int32) * (num_slots // len(shares))
@@ -162,17 +221,20 @@ def _pack(shares: Sequence[Sequence[PromptSpan]], num_slots: int, rows_each: int
         slots=np.repeat(first_slots, rows_each),
         positions=np.zeros(num_rows, np.int32),
         is_valid=np.zeros(num_rows, bool),
+        next_ids=np.full(num_rows, NOTHING, np.int32),
         last_rows=np.full(num_slots, NOTHING, np.int32),
     )
     for number, pieces in enumerate(shares):
         row = number * rows_each
         for piece in pieces:
-            count, padded = piece.stop - piece.start, _padded_rows(piece)
+            count, padded = piece.stop - piece.start, padded_rows(piece)
             plan.token_ids[row : row + count] = piece.token_ids[piece.start : piece.stop]
             plan.slots[row : row + padded] = piece.slot
             plan.positions[row : row + padded] = np.arange(piece.start, piece.start + padded)
             plan.is_valid[row : row + count] = True
-            if piece.stop == len(piece.token_ids):
+            following = piece.token_ids[piece.start + 1 : piece.stop + 1]
+            plan.next_ids[row : row + len(following)] = following
+            if piece.stop == len(piece.token_ids) and piece.samples:
                 plan.last_rows[piece.slot] = row + count - 1
             row += padded
     return plan

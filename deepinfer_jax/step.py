@@ -2,29 +2,29 @@
 
 Separate because everything jitted and donated is here and nowhere else. All steps are pure:
 (weights, state, plan) in, (state, output) out.
-Read next: `model/backbone.py` (what a step computes), `engine/driver.py` (who calls it).
+Read next: `model/backbone.py` (what a step computes), `engine/runner.py` (who calls it).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 
+from .arithmetic import map_tiles
 from .arrays import NOTHING, Array
 from .config import CacheConfig, ModelConfig
 from .model.backbone import backbone, encode, head_logits, own_row_ids
 from .model.cache import Cache, empty_cache
 from .model.numerics import Numerics
-from .model.rows import Rows, chunk_rows, text_rows
+from .model.rows import ROW_TILE, Rows, chunk_rows, text_rows
 from .model.weights import Weights, weight_words
 from .plans import ROWS_PER_BLOCK, Admission, PrefillPlan
+from .sampling.logits import Logprobs, token_logprobs
 from .sampling.sample import sample
 from .sampling.state import (
     RUNNING,
@@ -32,12 +32,12 @@ from .sampling.state import (
     admit_parameters,
     empty_sampler,
     finish_reasons,
-    record_prompt,
+    record_rows,
     record_token,
 )
-from .sharding.exchange import axes_index, axes_size, bring_chosen
-from .sharding.layout import SINGLE, Layout
-from .sharding.place import partitions
+from .sharding.exchange import axes_size, bring_chosen
+from .sharding.layout import Layout
+from .sharding.target import ONE_DEVICE, Target
 
 
 class EngineState(struct.PyTreeNode):
@@ -71,6 +71,7 @@ class StepOutput(struct.PyTreeNode):
         logprobs: float32 [B], the model's log-probability of the token.
         top_ids: int32 [B, N], the model's most probable tokens.
         top_logprobs: float32 [B, N].
+        prompt: log-probabilities of prompt tokens, where the step was told to report them.
     """
 
     tokens: Array
@@ -80,6 +81,7 @@ class StepOutput(struct.PyTreeNode):
     logprobs: Array
     top_ids: Array
     top_logprobs: Array
+    prompt: Logprobs | None = None
 
 
 def state_words() -> EngineState:
@@ -100,39 +102,6 @@ def state_words() -> EngineState:
     return EngineState(
         cache=cache, sampler=slots, lengths=slots, tokens=slots, is_running=slots, is_forbidden=whole
     )
-
-
-class Target(NamedTuple):
-    """Where a step runs (static): a layout, and the mesh that it is on; one device without a mesh."""
-
-    layout: Layout = SINGLE
-    mesh: Mesh | None = None
-
-    def run(self, step: Callable[..., Any], *arguments: Any, words: tuple[Any, ...], out: Any) -> Any:
-        """Run a step on every device's share of its arguments.
-
-        Args:
-            step: takes the arguments.
-            arguments: trees of arrays.
-            words: logical axes of each argument, tuples of words at the leaves of a prefix of its tree.
-            out: the same of the result.
-
-        Returns:
-            What the step returns, put together.
-        """
-        if self.mesh is None:
-            return step(*arguments)
-        specs = partitions((words, out), self.layout)
-        # No check of what is replicated: words that travel as bits defeat its bookkeeping.
-        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-        return mapped(*arguments)
-
-    def shard(self, word: str) -> Array | int:
-        """Give this device's place among those that a logical axis is divided over."""
-        return axes_index(self.layout.axes_of(word))
-
-
-ONE_DEVICE = Target()
 
 
 @partial(jax.jit, static_argnames=("config", "sizes", "numerics", "target"))
@@ -173,36 +142,56 @@ def initial_state(
     return target.run(make, is_forbidden, words=((),), out=state_words())
 
 
-@partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
+# The old page table is not read, and given back with the rest all the same.
+@partial(jax.jit, static_argnames=("target",), donate_argnames=("state",), keep_unused=True)
 def admit_step(state: EngineState, admission: Admission, *, target: Target = ONE_DEVICE) -> EngineState:
-    """Start new requests in some slots; what those held before is forgotten. Consumes `state`.
+    """Start requests in some slots, and give all slots their pages. Consumes `state`.
+
+    What an admitted slot held before is forgotten, but for what `restore_step` or `import_step` has just
+    put there.
 
     Args:
         state: state of the slots.
-        admission: the new requests.
+        admission: the requests, and the pages of every slot.
         target: where the state lies.
 
     Returns:
-        The state; nothing of the prompts has run yet.
+        The state; no row has run.
     """
 
     def admit(state: EngineState, admission: Admission) -> EngineState:
         is_new = jnp.asarray(admission.is_admitted)
-        num_pages = min(pages.kv.shape[1] for pages in state.cache.compressed.values())
-        pages = jnp.asarray(admission.page_table)
-        pages = jnp.where(pages >= 0, pages - target.shard("pages") * num_pages, NOTHING)
-        cache = state.cache.replace(
-            page_table=jnp.where(is_new[:, None], pages, state.cache.page_table),
-            decoder_starts=jnp.where(is_new, admission.decoder_starts, state.cache.decoder_starts),
-        )
+        cache = _with_pages(state.cache, admission.page_table, target)
+        decoder_starts = jnp.where(is_new, admission.decoder_starts, cache.decoder_starts)
+        seen = (jnp.asarray(admission.prompt_lengths), jnp.asarray(admission.num_generated))
         return state.replace(
-            cache=cache,
-            sampler=admit_parameters(state.sampler, is_new, admission.parameters),
-            lengths=jnp.where(is_new, 0, state.lengths),
-            is_running=state.is_running & ~is_new,
+            cache=cache.replace(decoder_starts=decoder_starts),
+            sampler=admit_parameters(state.sampler, is_new, admission.parameters, *seen),
+            lengths=jnp.where(is_new, admission.lengths, state.lengths),
+            tokens=jnp.where(is_new, admission.tokens, state.tokens),
+            is_running=jnp.where(is_new, admission.is_running, state.is_running),
         )
 
     return target.run(admit, state, admission, words=(state_words(), ("slots",)), out=state_words())
+
+
+@partial(jax.jit, static_argnames=("target",), donate_argnames=("state",), keep_unused=True)
+def page_step(state: EngineState, page_table: Array, *, target: Target = ONE_DEVICE) -> EngineState:
+    """Give all slots their pages. Consumes `state`.
+
+    Args:
+        state: state of the slots.
+        page_table: int32 [B, pages of a slot], NOTHING where a slot has none.
+        target: where the state lies.
+
+    Returns:
+        The state.
+    """
+
+    def give(state: EngineState, page_table: Array) -> EngineState:
+        return state.replace(cache=_with_pages(state.cache, page_table, target))
+
+    return target.run(give, state, page_table, words=(state_words(), ("slots",)), out=state_words())
 
 
 @partial(jax.jit, static_argnames=("config", "numerics", "target"), donate_argnames=("state",))
@@ -241,7 +230,7 @@ def encode_step(
 _STATIC = ("config", "numerics", "num_logprobs", "target")
 
 
-@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
+@partial(jax.jit, static_argnames=(*_STATIC, "num_prompt_logprobs"), donate_argnames=("state",))
 def prefill_step(
     weights: Weights,
     state: EngineState,
@@ -250,6 +239,7 @@ def prefill_step(
     config: ModelConfig,
     numerics: Numerics,
     num_logprobs: int = 0,
+    num_prompt_logprobs: int | None = None,
     target: Target = ONE_DEVICE,
 ) -> tuple[EngineState, StepOutput]:
     """Run prompt rows and sample where a prompt ends. Consumes `state`.
@@ -261,6 +251,7 @@ def prefill_step(
         config: the architecture.
         numerics: the choice of arithmetic.
         num_logprobs: most probable tokens to report.
+        num_prompt_logprobs: the same after every row, None for no log-probabilities of the prompt.
         target: where weights and state lie.
 
     Returns:
@@ -273,14 +264,23 @@ def prefill_step(
         hidden, _, cache = backbone(weights, config, rows, state.cache, numerics, layout=layout)
         state = _extend(state.replace(cache=cache), rows)
         num_rows = rows.slots.shape[0]
-        is_sampled = jnp.asarray(plan.last_rows) >= 0
         last_rows = jnp.asarray(plan.last_rows) - target.shard("slots") * num_rows
-        if layout.sequence_axes:
-            row_ids = own_row_ids(num_rows, numerics, layout)
-            last_hidden = bring_chosen(hidden, row_ids, last_rows, layout.sequence_axes)
-        else:
-            last_hidden = hidden[jnp.clip(last_rows, 0, num_rows - 1)]
-        return _sample(weights, state, last_hidden, is_sampled, numerics, num_logprobs, layout)
+        row_ids = own_row_ids(num_rows, numerics, layout)
+
+        def rows_of(chosen: Array) -> Array:
+            if layout.sequence_axes:
+                return bring_chosen(hidden, row_ids, chosen, layout.sequence_axes)
+            return hidden[jnp.clip(chosen, 0, num_rows - 1)]
+
+        is_sampled = jnp.asarray(plan.last_rows) >= 0
+        state, output = _sample(
+            weights, state, rows_of(last_rows), is_sampled, numerics, num_logprobs, layout
+        )
+        if num_prompt_logprobs is None:
+            return state, output
+        after = (rows_of(jnp.arange(num_rows, dtype=jnp.int32)), jnp.asarray(plan.next_ids))
+        prompt = _prompt_logprobs(weights, *after, numerics, num_prompt_logprobs, layout)
+        return state, output.replace(prompt=prompt)
 
     words = (weight_words(config), state_words(), ("slots",))
     return target.run(run, weights, state, plan, words=words, out=(state_words(), ("slots",)))
@@ -324,6 +324,14 @@ def decode_step(
     return target.run(run, weights, state, is_active, words=words, out=(state_words(), ("slots",)))
 
 
+def _with_pages(cache: Cache, page_table: Any, target: Target) -> Cache:
+    """Put in a page table, whose numbers count over all devices."""
+    num_pages = min(pages.kv.shape[1] for pages in cache.compressed.values())
+    pages = jnp.asarray(page_table)
+    own = jnp.where(pages >= 0, pages - target.shard("pages") * num_pages, NOTHING)
+    return cache.replace(page_table=own)
+
+
 def _prompt_rows(plan: PrefillPlan, state: EngineState, target: Target) -> Rows:
     """Make rows of a plan; slots count within this device's share."""
     slots = jnp.asarray(plan.slots) - target.shard("slots") * state.lengths.shape[0]
@@ -335,7 +343,7 @@ def _extend(state: EngineState, rows: Rows) -> EngineState:
     """Count prompt rows that ran."""
     slots = jnp.where(rows.is_valid, rows.slots, state.lengths.shape[0])
     lengths = state.lengths.at[slots].max(rows.positions + 1, mode="drop")
-    sampler = record_prompt(state.sampler, rows.slots, rows.token_ids, rows.is_valid)
+    sampler = record_rows(state.sampler, rows.slots, rows.positions, rows.token_ids, rows.is_valid)
     return state.replace(lengths=lengths, sampler=sampler)
 
 
@@ -369,3 +377,16 @@ def _sample(
         top_logprobs=sampled.top_logprobs,
     )
     return state.replace(sampler=sampler, tokens=tokens, is_running=is_running), output
+
+
+def _prompt_logprobs(
+    weights: Weights, hidden: Array, next_ids: Array, numerics: Numerics, count: int, layout: Layout
+) -> Logprobs:
+    """Give the log-probability of the token after each row, in the tiles of the head."""
+
+    def of_tile(tile: tuple[Array, Array]) -> Logprobs:
+        logits = head_logits(tile[0], weights, numerics, layout.while_decoding)
+        return token_logprobs(logits, jnp.maximum(tile[1], 0), count)
+
+    rows = (hidden, next_ids)
+    return map_tiles(of_tile, rows, ROW_TILE) if numerics.batch_invariant else of_tile(rows)

@@ -6,6 +6,7 @@ Read next: `test_step.py`, the device side; `test_sampling_params.py`, what a re
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,10 @@ from deepinfer_jax.plans import (
     SLOT_BUCKETS,
     PrefillPlan,
     PromptSpan,
+    StepPlan,
     bucket_for,
+    pack_rows,
+    padded_rows,
     prefill_plans,
 )
 from deepinfer_jax.sampling_params import MAX_LOGPROBS, RequestError
@@ -65,6 +69,15 @@ def test_every_token_comes_once_and_in_order(spans: list[PromptSpan], rows: int,
         assert tokens == span.token_ids[span.start : span.stop].tolist()
     total = sum(int(plan.is_valid.sum()) for plan in plans)
     assert total == sum(span.stop - span.start for span in spans)
+
+
+@given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
+def test_every_row_knows_the_token_after_it(spans: list[PromptSpan], rows: int, chunk: int | None) -> None:
+    prompts = {span.slot: span.token_ids.tolist() for span in spans}
+    for plan in prefill_plans(spans, SLOTS, rows, chunk):
+        for row, is_valid in enumerate(plan.is_valid):
+            after = prompts[int(plan.slots[row])][int(plan.positions[row]) + 1 :] if is_valid else []
+            assert plan.next_ids[row] == (after[0] if after else NOTHING)
 
 
 @given(spans=span_lists(), rows=max_rows, chunk=max_chunks)
@@ -136,6 +149,31 @@ def test_a_prompt_that_fills_its_step_ends_there_and_not_in_the_next() -> None:
     assert [plan.last_rows.tolist() for plan in plans] == [[255, NOTHING], [NOTHING, 2]]
 
 
+def test_a_prompt_that_samples_nothing_has_no_last_row() -> None:
+    pieces = [make_span(0, 20), replace(make_span(1, 20), samples=False)]
+    plan = pack_rows([pieces], 2, 64)
+    assert plan.last_rows.tolist() == [19, NOTHING]
+    sampling = pack_rows([[make_span(0, 20), make_span(1, 20)]], 2, 64)
+    for found, expected in zip(plan[:-1], sampling[:-1], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 16), (16, 16), (17, 32), (250, 256)])
+def test_a_piece_takes_whole_blocks(count: int, rows: int) -> None:
+    assert padded_rows(make_span(0, 300, 7, 7 + count)) == rows
+
+
+def test_a_step_without_pieces_changes_nothing() -> None:
+    plan = pack_rows([[], []], 6, 64)
+    assert not plan.is_valid.any()
+    assert (plan.last_rows == NOTHING).all() and (plan.next_ids == NOTHING).all()
+    # Each device knows its own slots only.
+    assert plan.slots.tolist() == [0] * 64 + [3] * 64
+    empty = StepPlan()
+    empty.saves_before.append((0, 0))
+    assert StepPlan() != empty and not StepPlan().saves_before
+
+
 @pytest.mark.parametrize("buckets", [SLOT_BUCKETS, ROW_BUCKETS, PAGE_BUCKETS, LOGPROB_BUCKETS])
 def test_buckets_are_the_smallest_that_hold(buckets: tuple[int, ...]) -> None:
     assert list(buckets) == sorted(set(buckets))
@@ -163,7 +201,7 @@ def test_shares_of_the_slots_run_side_by_side() -> None:
     alone = prefill_plans([make_span(0, 3), make_span(1, 70)], 2, 64)
     last = prefill_plans([make_span(0, 20), make_span(1, 1)], 2, 64)
     for number, plan in enumerate(plans):
-        for name in ("token_ids", "positions", "is_valid"):
+        for name in ("token_ids", "positions", "is_valid", "next_ids"):
             np.testing.assert_array_equal(getattr(plan, name)[:64], getattr(alone[number], name))
     np.testing.assert_array_equal(plans[0].slots[128:] - 4, last[0].slots)
     ends = {slot: (step, plan.last_rows[slot]) for step, plan in enumerate(plans) for slot in (0, 1, 4, 5)}

@@ -21,7 +21,8 @@ from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.model.weights import Weights
 from deepinfer_jax.plans import Admission, PrefillPlan, PromptSpan, prefill_plans
 from deepinfer_jax.sampling.state import LENGTH, RUNNING, STOPPED
-from deepinfer_jax.sampling_params import SamplingParams, slot_parameters
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.step import (
     EngineState,
     StepOutput,
@@ -29,6 +30,7 @@ from deepinfer_jax.step import (
     decode_step,
     encode_step,
     initial_state,
+    page_step,
     prefill_step,
 )
 from deepinfer_jax.testing.presets import SMALLEST, random_weights
@@ -77,15 +79,31 @@ def fresh_state(sizes: CacheConfig = SIZES) -> EngineState:
     return initial_state(jnp.asarray(IS_FORBIDDEN), sizes=sizes, **STATIC)
 
 
-def admission(requests: dict[int, Request]) -> Admission:
+def page_table(pages: dict[int, tuple[int, ...]]) -> np.ndarray:
     table = np.full((SLOTS, SIZES.pages_per_slot), NOTHING, np.int32)
-    starts = np.zeros(SLOTS, np.int32)
+    for slot, own in pages.items():
+        table[slot, : len(own)] = own
+    return table
+
+
+def admission(requests: dict[int, Request], pages: dict[int, tuple[int, ...]] | None = None) -> Admission:
+    """Requests that start from nothing; the pages are those of every slot, theirs alone by default."""
+    own = {slot: request.pages for slot, request in requests.items()}
+    prompts, starts = np.zeros(SLOTS, np.int32), np.zeros(SLOTS, np.int32)
     for slot, request in requests.items():
-        table[slot, : len(request.pages)] = request.pages
-        starts[slot] = request.decoder_start
+        prompts[slot], starts[slot] = len(request.prompt), request.decoder_start
     params = [requests[slot].params if slot in requests else None for slot in range(SLOTS)]
-    is_admitted = np.array([slot in requests for slot in range(SLOTS)])
-    return Admission(is_admitted, table, starts, slot_parameters(params, SMALLEST.eos_token_id))
+    return Admission(
+        is_admitted=np.array([slot in requests for slot in range(SLOTS)]),
+        page_table=page_table(own if pages is None else pages),
+        decoder_starts=starts,
+        lengths=np.zeros(SLOTS, np.int32),
+        tokens=np.zeros(SLOTS, np.int32),
+        is_running=np.zeros(SLOTS, bool),
+        prompt_lengths=prompts,
+        num_generated=np.zeros(SLOTS, np.int32),
+        parameters=slot_parameters(params, SMALLEST.eos_token_id),
+    )
 
 
 def plans_of(spans: dict[int, PromptSpan]) -> list[PrefillPlan]:
@@ -103,11 +121,18 @@ class Engine:
     weights: Weights
     state: EngineState = field(default_factory=fresh_state)
     tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SLOTS)])
+    pages: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def admit(self, requests: dict[int, Request]) -> None:
-        self.state = admit_step(self.state, admission(requests))
+        self.pages |= {slot: request.pages for slot, request in requests.items()}
+        self.state = admit_step(self.state, admission(requests, self.pages))
         for slot in requests:
             self.tokens[slot] = []
+
+    def give_pages(self, pages: dict[int, tuple[int, ...]]) -> None:
+        """Give some slots other pages."""
+        self.pages |= pages
+        self.state = page_step(self.state, page_table(self.pages))
 
     def prefill(self, spans: dict[int, PromptSpan]) -> None:
         for plan in plans_of(spans):
@@ -175,10 +200,11 @@ def test_one_trace_per_shape_whatever_the_requests(weights: Weights) -> None:
         engine.admit({1: first})
         engine.encode({1: span(1, first.prompt, 0, 2)})
         engine.prefill({1: span(1, first.prompt, 2)})
+        engine.give_pages({0: second.pages})
         engine.decode()
 
     def counts() -> list[int]:
-        return [step._cache_size() for step in (initial_state, admit_step, *STEPS.values())]
+        return [step._cache_size() for step in (initial_state, admit_step, page_step, *STEPS.values())]
 
     run(FIRST, SECOND)
     before = counts()
@@ -213,6 +239,12 @@ def test_admission_updates_the_whole_state_in_place() -> None:
     assert memory.alias_size_in_bytes == num_bytes(state)
 
 
+def test_new_pages_update_the_whole_state_in_place() -> None:
+    state = fresh_state()
+    memory = page_step.lower(state, page_table({0: FIRST.pages})).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == num_bytes(state)
+
+
 def test_temporaries_do_not_grow_with_pages(weights: Weights) -> None:
     """Aliased is not yet in place: a copy of the pages on the way would show here."""
     found = []
@@ -230,6 +262,7 @@ def test_steps_consume_the_state(weights: Weights) -> None:
         partial(engine.admit, {0: FIRST, 1: SECOND}),
         partial(engine.encode, {0: span(0, FIRST.prompt, 0, 2)}),
         partial(engine.prefill, {0: span(0, FIRST.prompt, 2), 1: span(1, SECOND.prompt)}),
+        partial(engine.give_pages, {0: (*FIRST.pages, 6)}),
         engine.decode,
     ):
         act()
@@ -408,3 +441,66 @@ def test_encoding_counts_a_prompt_and_samples_nothing(weights: Weights, engine: 
     assert set(np.flatnonzero(engine.state.sampler.in_prompt[1]).tolist()) == set(bounded.prompt)
     assert engine.state.cache.decoder_starts.tolist() == [0, 12]
     assert_same(of_slot(engine.state, 0, FIRST.pages), neighbour)
+
+
+def test_new_pages_change_nothing_else(engine: Engine) -> None:
+    pages = {0: (*FIRST.pages, 6), 1: SECOND.pages}
+    before = [of_slot(engine.state, slot, pages[slot]) for slot in range(SLOTS)]
+    engine.give_pages(pages)
+    for slot in range(SLOTS):
+        found = of_slot(engine.state, slot, pages[slot])
+        assert found["page_table"].tolist() == page_table(pages)[slot].tolist()
+        assert_same(found, before[slot] | {"page_table": found["page_table"]})
+
+
+def test_a_sequence_may_get_its_pages_as_it_grows(weights: Weights, engine: Engine) -> None:
+    """A page that comes before its first position is soon enough."""
+    growing, (first, second, third) = Engine(weights), FIRST.pages
+    growing.start({0: FIRST._replace(pages=(first,)), 1: SECOND})
+    for _ in range(30):
+        if int(growing.state.lengths[0]) in (16, 32):
+            growing.give_pages({0: (first, second) if growing.pages[0] == (first,) else FIRST.pages})
+        growing.decode((True, False))
+        engine.decode((True, False))
+    assert growing.pages[0] == (first, second, third)
+    assert growing.tokens == engine.tokens
+    assert_same(*(of_slot(one.state, 0, FIRST.pages) for one in (growing, engine)))
+
+
+def test_an_output_that_is_computed_again_goes_on_the_same(weights: Weights, engine: Engine) -> None:
+    """Rows after the prompt count as output: for the penalties, and for the length."""
+    for _ in range(6):
+        engine.decode((True, False))
+    again = Engine(weights)
+    again.admit({0: FIRST})
+    known = [*FIRST.prompt, *engine.tokens[0][:4]]
+    again.prefill({0: span(0, known, 0, 7)})
+    again.prefill({0: span(0, known, 7)})
+    assert int(again.state.sampler.num_generated[0]) == 5
+    for _ in range(2):
+        again.decode((True, False))
+    assert again.tokens[0] == engine.tokens[0][4:]
+    assert_same(*(of_slot(one.state, 0, FIRST.pages) for one in (again, engine)))
+
+
+def test_a_sequence_goes_on_from_what_its_slot_holds(weights: Weights, engine: Engine) -> None:
+    undisturbed = Engine(weights)
+    undisturbed.start({0: FIRST, 1: SECOND})
+    for one in (engine, undisturbed):
+        for _ in range(3):
+            one.decode()
+    there = admission({1: SECOND}, engine.pages)
+    there.lengths[1], there.tokens[1], there.is_running[1] = 23, engine.tokens[1][-1], True
+    there.num_generated[1] = len(engine.tokens[1])
+    engine.state = admit_step(engine.state, there)
+    assert engine.state.lengths.tolist() == [8, 23]
+    assert engine.state.is_running.tolist() == [True, True]
+    for one in (engine, undisturbed):
+        for _ in range(3):
+            one.decode()
+    assert engine.tokens == undisturbed.tokens
+    found, expected = (of_slot(one.state, 1, SECOND.pages) for one in (engine, undisturbed))
+    # What it had generated before is noted apart from this.
+    assert found.pop("counts").sum() == 3 and expected.pop("counts").sum() == 7
+    assert not found.pop("in_prompt").any() and expected.pop("in_prompt").any()
+    assert_same(found, expected)

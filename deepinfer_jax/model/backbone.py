@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -240,11 +241,23 @@ def _over_tiles[T](
         return run(cache, rows, placement)
     tiles = row_tiles(rows, share * num_devices)
 
+    num_tiles = tiles.slots.shape[0]
+
     def step(cache: Cache, tile: Rows) -> tuple[Cache, T]:
         return fenced(run(*fenced((cache, tile)), placement))
 
-    cache, results = lax.scan(step, cache, tiles)
-    num_tiles = tiles.slots.shape[0]
+    # Traced once, though its shapes are asked for before it is called.
+    traced_step = jax.jit(step, inline=True)
+
+    def step_if_used(cache: Cache, tile: Rows) -> tuple[Cache, T]:
+        skipped = jax.tree.map(
+            lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(traced_step, cache, tile)[1]
+        )
+        return lax.cond(tile.is_valid.any(), traced_step, lambda cache, _: (cache, skipped), cache, tile)
+
+    # Devices that meet in a tile must all run it, used or not.
+    may_skip = num_tiles > 1 and layout == SINGLE
+    cache, results = lax.scan(step_if_used if may_skip else step, cache, tiles)
     return cache, join_tiles(results, num_rows if num_devices == 1 else num_tiles * share)
 
 

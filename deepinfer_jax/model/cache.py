@@ -59,6 +59,24 @@ class Cache(struct.PyTreeNode):
     decoder_starts: Array
 
 
+class SlotCache(struct.PyTreeNode):
+    """What lies in slots and not in pages: all that a sequence needs besides its pages to go on.
+
+    Attributes:
+        window, pending_kv, pending_score, engram_ids: as in `Cache`.
+    """
+
+    window: Array
+    pending_kv: Array
+    pending_score: Array
+    engram_ids: Array
+
+
+def slot_cache(cache: Cache) -> SlotCache:
+    """Take the arrays that lie in slots."""
+    return SlotCache(cache.window, cache.pending_kv, cache.pending_score, cache.engram_ids)
+
+
 def empty_cache(config: ModelConfig, sizes: CacheConfig, numerics: Numerics) -> Cache:
     """Make the cache of slots that own no page yet.
 

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: which tokens may be drawn, as masks of scaled logits.
+"""Log-probabilities; temperature, top-k, top-p and min-p: which tokens may be drawn, as masks of logits.
 
 Separate because each rule is a small function of scores that can be tested alone. Nothing is sorted: a
 kept set is everything above a threshold plus the lowest ids on it, and 31 halvings of a float's bits
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from ..arrays import Array
@@ -19,6 +21,37 @@ from ..sampling_params import GREEDY_BELOW
 KEY_BITS = 31
 LARGEST_KEY = 0x7F800000
 """Key of minus infinity."""
+
+
+class Logprobs(struct.PyTreeNode):
+    """Log-probabilities after R rows.
+
+    Attributes:
+        logprobs: float32 [R], of the given token.
+        top_ids: int32 [R, N], most probable tokens, best first.
+        top_logprobs: float32 [R, N].
+    """
+
+    logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+def token_logprobs(logits: Array, token_ids: Array, count: int) -> Logprobs:
+    """Give the log-probabilities of given tokens and of the best, as the model has them.
+
+    Args:
+        logits: float32 [R, V].
+        token_ids: int32 [R].
+        count: N, static.
+
+    Returns:
+        The log-probabilities.
+    """
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top_logits, top_ids = lax.top_k(logits, count)
+    own = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
+    return Logprobs((own - normalizer)[:, 0], top_ids, top_logits - normalizer)
 
 
 def is_greedy(temperature: Array) -> Array:

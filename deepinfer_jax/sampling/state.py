@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from ..arrays import Array
-from ..sampling_params import SlotParameters, slot_parameters
+from ..slot_parameters import SlotParameters, slot_parameters
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
 """Finish reasons on the device: none yet, a stop token, max_tokens."""
@@ -22,7 +22,8 @@ class SamplerState(struct.PyTreeNode):
 
     Attributes:
         seeds ... max_tokens: parameters of the slot's request, as in `SlotParameters`.
-        num_generated: int32 [B], tokens recorded since the request was admitted.
+        prompt_lengths: int32 [B]; a row from this position on is a token that was generated before.
+        num_generated: int32 [B], tokens of the output so far.
         counts: int32 [B, V], how often each token was generated.
         in_prompt: bool [B, V], whether the prompt holds a token.
     """
@@ -40,6 +41,7 @@ class SamplerState(struct.PyTreeNode):
     stop_ids: Array
     min_tokens: Array
     max_tokens: Array
+    prompt_lengths: Array
     num_generated: Array
     counts: Array
     in_prompt: Array
@@ -50,19 +52,28 @@ def empty_sampler(num_slots: int, vocab_size: int) -> SamplerState:
     parameters = slot_parameters([None] * num_slots, eos_token_id=0)
     return SamplerState(
         **{name: jnp.asarray(array) for name, array in parameters._asdict().items()},
+        prompt_lengths=jnp.zeros(num_slots, jnp.int32),
         num_generated=jnp.zeros(num_slots, jnp.int32),
         counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
         in_prompt=jnp.zeros((num_slots, vocab_size), bool),
     )
 
 
-def admit_parameters(sampler: SamplerState, is_admitted: Array, new: SlotParameters) -> SamplerState:
-    """Give slots to new requests: their parameters, and nothing seen yet.
+def admit_parameters(
+    sampler: SamplerState,
+    is_admitted: Array,
+    new: SlotParameters,
+    prompt_lengths: Array,
+    num_generated: Array,
+) -> SamplerState:
+    """Give slots to requests: their parameters, and no token seen yet.
 
     Args:
         sampler: state of B slots.
         is_admitted: bool [B]; other slots do not change.
         new: arrays of B slots, read where admitted.
+        prompt_lengths: int32 [B], tokens of the prompt.
+        num_generated: int32 [B], tokens of the output that will not come as rows.
 
     Returns:
         The state.
@@ -73,28 +84,43 @@ def admit_parameters(sampler: SamplerState, is_admitted: Array, new: SlotParamet
         is_new = is_admitted.reshape(-1, *[1] * (old.ndim - 1))
         return jnp.where(is_new, jnp.asarray(replacement, old.dtype), old)
 
-    fresh = {
-        name: jnp.zeros_like(getattr(sampler, name)) for name in ("num_generated", "counts", "in_prompt")
-    }
-    return sampler.replace(
-        **{name: choose(name, array) for name, array in {**new._asdict(), **fresh}.items()}
-    )
+    unseen = {name: jnp.zeros_like(getattr(sampler, name)) for name in ("counts", "in_prompt")}
+    arrays = {**new._asdict(), **unseen, "prompt_lengths": prompt_lengths, "num_generated": num_generated}
+    return sampler.replace(**{name: choose(name, array) for name, array in arrays.items()})
 
 
-def record_prompt(sampler: SamplerState, slots: Array, token_ids: Array, is_valid: Array) -> SamplerState:
-    """Note the prompt tokens of a step's rows, for the repetition penalty.
+def record_rows(
+    sampler: SamplerState, slots: Array, positions: Array, token_ids: Array, is_valid: Array
+) -> SamplerState:
+    """Note the tokens of a step's rows: of the prompt, or of an output that is computed again.
 
     Args:
         sampler: state of B slots.
         slots: int32 [R], slot of each row.
+        positions: int32 [R].
         token_ids: int32 [R].
         is_valid: bool [R]; other rows are not noted.
 
     Returns:
         The state.
     """
-    columns = jnp.where(is_valid, token_ids, sampler.in_prompt.shape[1])
-    return sampler.replace(in_prompt=sampler.in_prompt.at[slots, columns].set(True, mode="drop"))
+    sampler = note_tokens(sampler, slots, positions, token_ids, is_valid)
+    is_output = is_valid & (positions >= sampler.prompt_lengths[slots])
+    return sampler.replace(num_generated=sampler.num_generated.at[slots].add(is_output.astype(jnp.int32)))
+
+
+def note_tokens(
+    sampler: SamplerState, slots: Array, positions: Array, token_ids: Array, is_valid: Array
+) -> SamplerState:
+    """Note tokens for the penalties alone, as `record_rows` does; their number is known already."""
+    num_slots, vocab_size = sampler.counts.shape
+    is_prompt = positions < sampler.prompt_lengths[jnp.minimum(slots, num_slots - 1)]
+    prompt_ids = jnp.where(is_valid & is_prompt, token_ids, vocab_size)
+    output_ids = jnp.where(is_valid & ~is_prompt, token_ids, vocab_size)
+    return sampler.replace(
+        in_prompt=sampler.in_prompt.at[slots, prompt_ids].set(True, mode="drop"),
+        counts=sampler.counts.at[slots, output_ids].add(1, mode="drop"),
+    )
 
 
 def record_token(sampler: SamplerState, tokens: Array, is_sampled: Array) -> SamplerState:

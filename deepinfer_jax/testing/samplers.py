@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..sampling.state import SamplerState, admit_parameters, empty_sampler, record_prompt, record_token
-from ..sampling_params import SamplingParams, slot_parameters, stop_ids_of
+from ..sampling.state import SamplerState, admit_parameters, empty_sampler, record_rows, record_token
+from ..sampling_params import SamplingParams, stop_ids_of
+from ..slot_parameters import slot_parameters
 
-_admit, _record_prompt, _record_token = (
-    jax.jit(function) for function in (admit_parameters, record_prompt, record_token)
+_admit, _record_rows, _record_token = (
+    jax.jit(function) for function in (admit_parameters, record_rows, record_token)
 )
 
 
@@ -110,13 +111,14 @@ def sampler_of(rows: Sequence[Row], vocab_size: int, eos_token_id: int) -> Sampl
     """Make the sampler state of rows by the calls that an engine would make."""
     sampler = empty_sampler(len(rows), vocab_size)
     parameters = slot_parameters([row.params for row in rows], eos_token_id)
-    sampler = _admit(sampler, jnp.ones(len(rows), bool), parameters)
-    prompt = [(slot, token) for slot, row in enumerate(rows) for token in row.prompt_ids]
+    lengths = np.array([len(row.prompt_ids) for row in rows], np.int32)
+    sampler = _admit(sampler, jnp.ones(len(rows), bool), parameters, lengths, np.zeros_like(lengths))
+    prompt = [(slot, *place) for slot, row in enumerate(rows) for place in enumerate(row.prompt_ids)]
     # Padded to few shapes, as a step's rows are.
-    padded = np.zeros((-(-len(prompt) // 64) * 64, 2), np.int32)
-    padded[: len(prompt)] = np.reshape(prompt, (-1, 2))
+    padded = np.zeros((-(-len(prompt) // 64) * 64, 3), np.int32)
+    padded[: len(prompt)] = np.reshape(prompt, (-1, 3))
     is_valid = jnp.arange(len(padded), dtype=jnp.int32) < len(prompt)
-    sampler = _record_prompt(sampler, jnp.asarray(padded[:, 0]), jnp.asarray(padded[:, 1]), is_valid)
+    sampler = _record_rows(sampler, *(jnp.asarray(column) for column in padded.T), is_valid)
     for step in range(max(len(row.generated_ids) for row in rows)):
         is_sampled = np.array([step < len(row.generated_ids) for row in rows])
         tokens = [row.generated_ids[step] if step < len(row.generated_ids) else 0 for row in rows]
