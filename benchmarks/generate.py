@@ -46,18 +46,20 @@ def measure_decode(batch: int, max_tokens: int, repeats: int, batch_invariant: b
     Returns:
         The fields of a result.
     """
-    from deepinfer_jax import SamplingParams, generate, load
-    from deepinfer_jax.engine.driver import Timing
+    from deepinfer_jax import SamplingParams, load
+    from deepinfer_jax.engine.generate import Timing, generate_ids
 
     model = load(batch_invariant=batch_invariant)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.95, seed=seed, ignore_eos=True)
         for seed in range(batch)
     ]
+    prompts = [model.encode(PROMPT)] * batch
+    arguments = (model.weights, model.config, model.numerics, prompts, params)
     rates = []
     for repeat in range(repeats + 1):
         timing = Timing()
-        generate([PROMPT] * batch, params, model, timing=timing)
+        generate_ids(*arguments, timing=timing, forbidden_ids=model.forbidden_ids)
         if repeat:
             rates.append(timing.num_decoded / timing.decoding)
     return {

@@ -29,7 +29,8 @@ from deepinfer_jax.model.backbone import backbone, head_logits
 from deepinfer_jax.model.numerics import OFFICIAL, Numerics
 from deepinfer_jax.model.rows import chunk_rows
 from deepinfer_jax.plans import Admission, PromptSpan, prefill_plans
-from deepinfer_jax.sampling_params import SamplingParams, slot_parameters
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.step import (
     ONE_DEVICE,
     EngineState,
@@ -80,10 +81,16 @@ def ready_state(
     is_forbidden = to_devices(np.zeros(config.vocab_size, bool), (), target)
     state = initial_state(is_forbidden, sizes=sizes, **options)
     params = [SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)] * slots
+    nothing = np.zeros(slots, np.int32)
     admission = Admission(
         is_admitted=np.ones(slots, bool),
         page_table=np.arange(sizes.num_pages, dtype=np.int32).reshape(slots, -1),
-        decoder_starts=np.zeros(slots, np.int32),
+        decoder_starts=nothing,
+        lengths=nothing,
+        tokens=nothing,
+        is_running=np.zeros(slots, bool),
+        prompt_lengths=np.full(slots, PROMPT_TOKENS, np.int32),
+        num_generated=nothing,
         parameters=slot_parameters(params, config.eos_token_id),
     )
     state = admit_step(state, to_devices(admission, ("slots",), target), target=target)

@@ -1,7 +1,7 @@
 """Offline inference for DeepSeek-V4.1-Flash as pure functions in JAX.
 
 Separate names are loaded on first use, so that reading a configuration imports no JAX.
-Read next: `step.py` (the whole algorithm in names), `engine/llm.py` (load and generate).
+Read next: `step.py` (the whole algorithm in names), `engine/llm.py` (what a user calls).
 """
 
 from __future__ import annotations
@@ -12,39 +12,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import ConfigError, ModelConfig
     from .config_json import read_config
-    from .engine.driver import DriverOptions
-    from .engine.llm import Completion, Model, generate, load
+    from .engine.completion import Completion, Completions, StreamEvent
+    from .engine.handoff import HandoffError, PrefilledRequest
+    from .engine.llm import LLM
+    from .engine.load import Model, load
+    from .engine.one_call import generate
+    from .engine_config import EngineConfig
     from .sampling_params import InvalidOutputError, RequestError, SamplingParams
     from .sharding.errors import LayoutError
     from .sharding.layout import Layout
 
 _HOMES = {
-    "Completion": "engine.llm",
+    "LLM": "engine.llm",
+    "Completion": "engine.completion",
+    "Completions": "engine.completion",
     "ConfigError": "config",
-    "DriverOptions": "engine.driver",
+    "EngineConfig": "engine_config",
+    "HandoffError": "engine.handoff",
     "InvalidOutputError": "sampling_params",
     "Layout": "sharding.layout",
     "LayoutError": "sharding.errors",
-    "Model": "engine.llm",
+    "Model": "engine.load",
     "ModelConfig": "config",
+    "PrefilledRequest": "engine.handoff",
     "RequestError": "sampling_params",
     "SamplingParams": "sampling_params",
-    "generate": "engine.llm",
-    "load": "engine.llm",
+    "StreamEvent": "engine.completion",
+    "generate": "engine.one_call",
+    "load": "engine.load",
     "read_config": "config_json",
 }
 
 __all__ = [
+    "LLM",
     "Completion",
+    "Completions",
     "ConfigError",
-    "DriverOptions",
+    "EngineConfig",
+    "HandoffError",
     "InvalidOutputError",
     "Layout",
     "LayoutError",
     "Model",
     "ModelConfig",
+    "PrefilledRequest",
     "RequestError",
     "SamplingParams",
+    "StreamEvent",
     "generate",
     "load",
     "read_config",

@@ -7,6 +7,8 @@ Read next: `ARCHITECTURE.md` for the reasons; change `MAY_IMPORT` only by argume
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,18 @@ EVERYTHING = "*"
 
 ENGINE_FRONT = {
     "step",
+    "slot_steps",
     "checkpoint",
     "text",
     "sampling",
     "sampling_params",
+    "slot_parameters",
+    "engine_config",
     "plans",
     "config",
     "arrays",
     "model",
+    "sharding",
     "assets",
 }
 
@@ -33,15 +39,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "config_json": {"config"},
     "sampling_params": {"config"},
-    "plans": {"config", "sampling_params"},
+    "slot_parameters": {"config", "sampling_params"},
+    "plans": {"config", "sampling_params", "slot_parameters"},
+    "engine_config": {"config", "plans", "sampling_params"},
     "arrays": {"config"},
     "arithmetic": {"arrays"},
     "sharding": {"arrays"},
     "kernels": {"arrays", "arithmetic"},
     "model": {"arrays", "sharding", "kernels", "plans"},
-    "sampling": {"arrays", "arithmetic", "sampling_params"},
+    "sampling": {"arrays", "arithmetic", "sampling_params", "slot_parameters"},
     "spec_decode": {"model", "sampling", "plans"},
     "step": {"model", "spec_decode", "sampling", "plans"},
+    "slot_steps": {"step"},
     "lab": {"step", "sharding", "checkpoint.names", "lab_compile", "lab_model"},
     "lab_model": {"step", "sharding"},
     # Compiling is apart from predicting: a process of its own runs it.
@@ -49,15 +58,35 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lab_compile": {"lab_shapes"},
     "checkpoint": {"arrays", "sharding", "model.weights", "model.draft_weights", "config_json"},
     "engine": set(),
-    "engine.request": {"config", "plans"},
-    "engine.scheduler": {"config", "plans", "engine.request", "engine.pages", "engine.prefix"},
-    "engine.pages": {"config", "plans"},
-    "engine.prefix": {"config", "plans", "engine.pages"},
+    # The host side decides without JAX, and without a model.
+    "engine.pages": {"config"},
+    "engine.prefix": {"config", "engine.pages"},
+    "engine.request": {"config", "sampling_params", "engine.prefix"},
+    "engine.places": {"config", "engine.pages", "engine.prefix", "engine.request"},
+    "engine.admission": {"config", "plans", "slot_parameters", "engine.request"},
+    "engine.scheduler": {"config", "plans", "engine_config", "engine.places", "engine.admission"},
+    "engine.reading": {"engine.request"},
+    "engine.stats": {"engine.prefix"},
+    "engine.handoff": set(),
+    # The device side knows no request, and both meet without any text.
+    "engine.progress": set(),
+    "engine.target": {"step", "sharding"},
+    "engine.runner": {"step", "slot_steps", "plans", "engine.target", "engine.progress"},
+    "engine.handover": {"model", "engine_config", "engine.handoff", "engine.request"},
+    "engine.dispatch": set(),
+    "engine.engine": {
+        *("engine.scheduler", "engine.runner", "engine.dispatch", "engine.reading"),
+        *("engine.handover", "engine.stats"),
+    },
+    "engine.generate": {"engine.engine"},
+    "engine.load": {"step", "checkpoint", "text", "assets", "engine.target", "engine.progress"},
+    "engine.completion": {"engine.request", "engine.show"},
+    "engine.jobs": {"text", "engine.completion"},
+    # What a user sees knows how it looks; the arrow back is for types.
+    "engine.show": {"engine.stats", "engine.completion", "engine.llm"},
     "engine.llm": {"engine", *ENGINE_FRONT},
-    "engine.generate": {"engine", *ENGINE_FRONT},
-    "engine.driver": {"engine", *ENGINE_FRONT},
-    "engine.target": {"engine", *ENGINE_FRONT},
-    "text": {"config"},
+    "engine.one_call": {"engine", *ENGINE_FRONT},
+    "text": {"config", "sampling_params"},
     # Text besides the design's three: training renders its corpus with the tokenizer it ships.
     "training": {"model", "spec_decode", "checkpoint", "text", "assets"},
     "interop": {"model", "checkpoint"},
@@ -76,8 +105,17 @@ FORBIDDEN_TO_ALL = {"cli": {"__main__"}}
 NEVER: dict[str, set[str]] = {"testing": {"engine", "cli"}}
 """Exceptions to `EVERYTHING`."""
 
-ENGINE_HOST = ("engine.request", "engine.scheduler", "engine.pages", "engine.prefix")
-NO_JAX = ("config", "config_json", "plans", "sampling_params", "text", *ENGINE_HOST)
+ENGINE_HOST = (
+    *("engine.request", "engine.scheduler", "engine.pages", "engine.prefix", "engine.places"),
+    *("engine.admission", "engine.reading", "engine.stats", "engine.handoff", "engine.progress"),
+    "engine.dispatch",
+)
+ENGINE_VALUES = ("engine.completion", "engine.jobs", "engine.show")
+NO_JAX = (
+    *("config", "config_json", "plans", "engine_config", "sampling_params", "slot_parameters", "text"),
+    *ENGINE_HOST,
+    *ENGINE_VALUES,
+)
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 
 JAX_INTERNALS_ALLOWED = "kernels.pallas.platform"
@@ -199,6 +237,19 @@ def test_imports_follow_the_table(name: str, path: Path) -> None:
         ("lab", "from .checkpoint import reader"),
         ("engine.scheduler", "from ..step import decode_step"),
         ("engine.pages", "import jax.numpy as jnp"),
+        ("engine.places", "import jax"),
+        ("engine.admission", "from ..step import EngineState"),
+        ("engine.reading", "from ..sampling.state import STOPPED"),
+        ("engine.runner", "from .request import Request"),
+        ("engine.engine", "from ..text.stream import TextStream"),
+        ("engine.load", "from .engine import Engine"),
+        ("engine.jobs", "import jax"),
+        ("engine_config", "import jax"),
+        ("engine_config", "from .engine.scheduler import Scheduler"),
+        ("slot_parameters", "import jax.numpy as jnp"),
+        ("plans", "from .engine_config import EngineConfig"),
+        ("step", "from .slot_steps import save_step"),
+        ("text.stream", "from ..plans import StepPlan"),
         ("engine.request", "from flax import struct"),
         ("text.tokenizer", "import jax"),
         ("text.tokenizer", "from ..arrays import Array"),
@@ -224,6 +275,10 @@ def test_forbidden_arrow_is_found(name: str, source: str) -> None:
         ("checkpoint.reader", "from ..model.weights import weight_specs"),
         ("lab", "from .checkpoint import names"),
         ("engine.llm", "from . import scheduler\nfrom ..step import decode_step"),
+        ("engine.scheduler", "from ..engine_config import EngineConfig\nfrom .places import Places"),
+        ("engine.engine", "from ..engine_config import EngineConfig\nfrom ..step import Target"),
+        ("engine.runner", "from ..slot_steps import save_step"),
+        ("text.records", "from ..sampling_params import RequestError"),
         ("kernels.pallas.platform", "from jax._src import core"),
         ("__main__", "from .cli import main"),
         ("", "from .engine.generate import generate"),
@@ -232,6 +287,14 @@ def test_forbidden_arrow_is_found(name: str, source: str) -> None:
 )
 def test_listed_arrow_passes(name: str, source: str) -> None:
     assert _violations_in_the_design(name, source) == []
+
+
+def test_what_stays_free_of_jax_does_so_at_run_time() -> None:
+    """Importing a module runs its packages as well, and those of what it imports."""
+    imports = "; ".join(f"import {PACKAGE}.{name}" for name in NO_JAX)
+    code = f"import sys; {imports}; print(sorted({JAX_FAMILY} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_package_imports_resolve_from_the_package_itself() -> None:

@@ -15,7 +15,8 @@ from ..plans import PREFILL_MODES
 from ..sampling_params import RequestError, SamplingParams, check_request
 
 if TYPE_CHECKING:
-    from ..engine.llm import Completion, Model
+    from ..engine.llm import LLM
+    from ..engine.load import Prompt
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -49,9 +50,18 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--stop-token-ids", default="", metavar="IDS", help="ids that end the text, as in 5,7"
     )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that ends the output (may be given more than once)",
+    )
+    parser.add_argument("--include-stop", action="store_true", help="keep that text at the end")
     parser.add_argument("--bad-token-ids", default="", metavar="IDS", help="ids never generated, as in 5,7")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--seed", type=int, default=0, help="64-bit seed (default: 0)")
+    parser.add_argument("--n", type=int, default=1, help="outputs of each prompt (default: 1)")
     parser.add_argument(
         "--prefill",
         default="exact",
@@ -96,17 +106,21 @@ def run(options: argparse.Namespace) -> int:
         min_tokens=options.min_tokens,
         stop_token_ids=tuple(_parse_ids("--stop-token-ids", options.stop_token_ids)),
         bad_token_ids=tuple(_parse_ids("--bad-token-ids", options.bad_token_ids)),
+        stop=tuple(options.stop),
+        include_stop=options.include_stop,
         ignore_eos=options.ignore_eos,
         seed=options.seed,
+        n=options.n,
     )
     prompts = [*options.prompts, *(_parse_ids("--token-ids", text) for text in options.token_ids)]
     if not prompts:
         raise RequestError("prompts: got none, expected a TEXT or --token-ids IDS; give at least one prompt")
 
-    from ..engine.driver import DriverOptions, Timing
-    from ..engine.llm import generate, load
+    from ..engine.llm import LLM
+    from ..engine.load import load
+    from ..engine.one_call import size_for
+    from ..engine_config import EngineConfig
     from ..sharding.mesh import MeshShape, simulate_devices
-    from ..text.stream import TextStream
 
     if options.mesh is not None:
         simulate_devices(MeshShape.parse(options.mesh))
@@ -116,37 +130,49 @@ def run(options: argparse.Namespace) -> int:
         layout=options.layout,
     )
     loaded = time.monotonic()
-    timing, how = Timing(), DriverOptions(prefill=options.prefill)
-    if len(prompts) == 1 and model.tokenizer is not None:
-        stream = TextStream(model.tokenizer)
-        # Checked before anything is printed: a refused prompt leaves standard output empty.
-        ids = model.encode(prompts[0])
-        check_request(ids, params, model.config, "prompt 0")
-        _print_now(prompts[0] if isinstance(prompts[0], str) else "")
-        generate([ids], params, model, lambda _, token: _print_now(stream.push(token)), timing, how)
-        _print_now(stream.finish() + "\n")
-    else:
-        _print_blocks(prompts, generate(prompts, params, model, timing=timing, options=how), model)
+    # Checked before anything is printed: a refused prompt leaves standard output empty.
+    for number, prompt in enumerate(prompts):
+        check_request(model.encode(prompt), params, model.config, f"prompt {number}")
+    sizes = size_for(EngineConfig(prefill=options.prefill), prompts, [params] * len(prompts), model)
+    with LLM(model, options=sizes) as llm:
+        first_token = _print_outputs(llm, prompts, params)
+        stats = llm.stats
     if options.stats:
-        rate = timing.num_decoded / timing.decoding if timing.decoding else 0.0
         print(
-            f"load {loaded - started:.2f} s, first token {timing.first_token:.2f} s after it, "
-            f"{timing.num_decoded} tokens decoded at {rate:.0f} tokens/s",
+            f"load {loaded - started:.2f} s, first token {first_token:.2f} s after it, "
+            f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.0f} tokens/s",
             file=sys.stderr,
         )
     return 0
 
 
-def _print_now(text: str) -> None:
-    print(text, end="", flush=True)
+def _print_outputs(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> float:
+    """Print what comes, one prompt as it comes; give the seconds to the first token."""
+    from ..engine.generate import refuse_invalid
 
-
-def _print_blocks(prompts: list[str | list[int]], completions: list[Completion], model: Model) -> None:
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if model.tokenizer is None:
+    if len(prompts) == params.n == 1 and llm.tokenizer is not None:
+        prompt = prompts[0]
+        _print_now(prompt if isinstance(prompt, str) else "")
+        first_token = 0.0
+        for event in llm.stream(prompt, params):
+            _print_now(event.text)
+            if event.completion is not None:
+                first_token = event.completion.timing.first_token
+                refuse_invalid([event.finish_reason], [event.completion])
+        _print_now("\n")
+        return first_token
+    completions = llm.generate(prompts, params)
+    for number, completion in enumerate(completions):
+        prompt = prompts[number // params.n]
+        if llm.tokenizer is None:
             print(",".join(str(token) for token in completion.token_ids))
         else:
             print((prompt if isinstance(prompt, str) else "") + completion.text)
+    return min(completion.timing.first_token for completion in completions)
+
+
+def _print_now(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _parse_ids(option: str, text: str) -> list[int]:

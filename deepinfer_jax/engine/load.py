@@ -1,17 +1,15 @@
-"""Text in, text out: load a model folder and generate.
+"""Load a model folder onto devices.
 
-Separate because it joins checkpoint, tokenizer and the loop over ids, which do not know each other.
-Read next: `generate.py`.
+Separate because it joins checkpoint, tokenizer and mesh, which do not know each other.
+Read next: `llm.py`, which runs what is loaded.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
 
 import jax
 import numpy as np
@@ -23,36 +21,15 @@ from ..config import ModelConfig
 from ..config_json import read_config
 from ..model.numerics import NUMERICS, Numerics
 from ..model.weights import Weights
-from ..sampling_params import RequestError, SamplingParams
+from ..sampling_params import RequestError
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshShape
 from ..step import ONE_DEVICE, Target
 from ..text.tokenizer import Tokenizer
-from .driver import DriverOptions, Timing, TokenLogprobs
-from .generate import OnToken, generate_ids
 from .progress import working_on
 from .target import make_target, put_on
 
 type Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What one prompt became.
-
-    Attributes:
-        text: generated text, "" if the model has no tokenizer.
-        token_ids: generated tokens, without the stop token.
-        finish_reason: "stop" or "length".
-        prompt_ids: tokens of the prompt.
-        logprobs: one for each token, if asked for.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +42,7 @@ class Model:
         numerics: the choice of arithmetic.
         tokenizer: None for a checkpoint without one; prompts are token ids then.
         target: where the weights lie.
+        name: of its folder.
     """
 
     config: ModelConfig
@@ -72,6 +50,22 @@ class Model:
     numerics: Numerics
     tokenizer: Tokenizer | None
     target: Target = ONE_DEVICE
+    name: str = "model"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
+
+    def delete(self) -> None:
+        """Give the memory of the weights back."""
+        for leaf in jax.tree.leaves(self.weights):
+            leaf.delete()
+
+    @property
+    def forbidden_ids(self) -> list[int]:
+        """Ids that no request may get besides the image token: those of placeholders."""
+        return [] if self.tokenizer is None else self.tokenizer.placeholder_ids()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn a prompt into token ids.
@@ -109,7 +103,8 @@ def load(
     """Load a checkpoint folder, or the embedded nano model.
 
     Args:
-        folder: config.json, safetensors, and tokenizer.json or engram_token_map.npy; None for nano.
+        folder: config.json, safetensors, and tokenizer.json or engram_token_map.npy; None or "nano" for
+            the embedded model.
         numerics: "official" or "float32".
         batch_invariant: whether a request's tokens are the same whatever runs beside it; without it
             few sequences at a time run faster.
@@ -131,7 +126,7 @@ def load(
     if numerics not in NUMERICS:
         raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}; choose one")
     use_compilation_cache()
-    path = NANO_FOLDER if folder is None else Path(folder)
+    path = NANO_FOLDER if folder in (None, "nano") else Path(folder)
     config = read_config(path)
     chosen = replace(NUMERICS[numerics], batch_invariant=batch_invariant)
     if cache_format is not None:
@@ -142,12 +137,7 @@ def load(
         weights = put_on(weights, config, target, routing_counts, redundant_experts)
     has_tokenizer = (path / "tokenizer.json").is_file()
     tokenizer = Tokenizer.from_folder(path) if has_tokenizer else None
-    return Model(config, weights, chosen, tokenizer, target)
-
-
-@cache
-def _default_model() -> Model:
-    return load()
+    return Model(config, weights, chosen, tokenizer, target, path.name)
 
 
 def use_compilation_cache() -> Path:
@@ -164,67 +154,3 @@ def use_compilation_cache() -> Path:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
-
-
-@overload
-def generate(
-    prompts: str,
-    params: SamplingParams = ...,
-    model: Model | None = ...,
-    on_token: OnToken | None = ...,
-    timing: Timing | None = ...,
-    options: DriverOptions = ...,
-) -> Completion: ...
-@overload
-def generate(
-    prompts: list[Prompt] | list[str] | list[list[int]],
-    params: SamplingParams | Sequence[SamplingParams] = ...,
-    model: Model | None = ...,
-    on_token: OnToken | None = ...,
-    timing: Timing | None = ...,
-    options: DriverOptions = ...,
-) -> list[Completion]: ...
-def generate(
-    prompts: str | list[Prompt] | list[str] | list[list[int]],
-    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 (frozen)
-    model: Model | None = None,
-    on_token: OnToken | None = None,
-    timing: Timing | None = None,
-    options: DriverOptions = DriverOptions(),  # noqa: B008 (frozen)
-) -> Completion | list[Completion]:
-    """Generate from one text, or from a list of texts and token id lists.
-
-    Args:
-        prompts: a text, or a list whose entries are texts or lists of token ids.
-        params: for all prompts, or one for each.
-        model: from `load`; the embedded nano model by default.
-        on_token: receives (prompt number, token id) as tokens are known.
-        timing: filled in.
-        options: how to run them, such as `DriverOptions(prefill="bounded")`.
-
-    Returns:
-        A completion for a text, a list of completions for a list.
-
-    Raises:
-        RequestError: a prompt or parameter that is refused, before any is run.
-        InvalidOutputError: a prompt whose logits are no distribution; the others' results are in it.
-    """
-    model = _default_model() if model is None else model
-    many = [prompts] if isinstance(prompts, str) else prompts
-    ids = [model.encode(prompt) for prompt in many]
-    generations = generate_ids(
-        *(model.weights, model.config, model.numerics, ids, params, on_token, timing, options),
-        forbidden_ids=[] if model.tokenizer is None else model.tokenizer.placeholder_ids(),
-        target=model.target,
-    )
-    completions = [
-        Completion(
-            text="" if model.tokenizer is None else model.tokenizer.decode(generation.token_ids),
-            token_ids=generation.token_ids,
-            finish_reason=generation.finish_reason or "",
-            prompt_ids=generation.prompt_ids,
-            logprobs=generation.logprobs,
-        )
-        for generation in generations
-    ]
-    return completions[0] if isinstance(prompts, str) else completions

@@ -7,6 +7,7 @@ Read next: `golden.py`, which feeds them.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -282,3 +283,18 @@ def as_resident(weights: Weights, config: ModelConfig) -> Weights:
     plain = weights.replace(token_map=None)
     converted = jax.tree.map(convert, weight_specs(config), plain, is_leaf=is_spec)
     return converted.replace(token_map=weights.token_map)
+
+
+def shared_prefix_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 17) -> list[list[int]]:
+    """Make prompts of random tokens, each the beginning of one sequence.
+
+    Args:
+        lengths: tokens of each.
+        vocab_size: ids are below.
+        seed: of the sequence.
+
+    Returns:
+        The prompts.
+    """
+    sequence = np.random.default_rng(seed).integers(0, vocab_size, max(lengths)).tolist()
+    return [sequence[:length] for length in lengths]

@@ -10,20 +10,30 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import pytest
 
-from deepinfer_jax import Completion, DriverOptions, InvalidOutputError, SamplingParams, generate, load
+from deepinfer_jax import (
+    Completion,
+    EngineConfig,
+    InvalidOutputError,
+    SamplingParams,
+    StreamEvent,
+    generate,
+    load,
+)
 from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.checkpoint import write_checkpoint
 from deepinfer_jax.cli import EXIT_FAILED, EXIT_REFUSED, main
 from deepinfer_jax.config_json import parse_config
-from deepinfer_jax.testing.presets import random_weights
+from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.step import ONE_DEVICE
+from deepinfer_jax.testing.presets import SMALLEST, random_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = str(GOLDEN / "tiny_fp8fp4")
@@ -105,6 +115,12 @@ def test_an_official_layout_checkpoint_end_to_end(command: Command, official_fol
     # Only the best token is left to draw from.
     assert command(*words, "--temperature", "2", "--top-p", "1", "--top-k", "1") == first
     assert command(*words, "--temperature", "2", "--top-p", "1", "--min-p", "1") == first
+    # The first output of a prompt is the one that comes alone; the others are others.
+    words = [*words, "--temperature", "5"]
+    lines = command(*words, "--n", "3").out.splitlines()
+    assert len(lines) == 6 and len(set(lines[:3])) > 1
+    assert lines[::3] == command(*words).out.splitlines()
+    words = words[:-2]
     stop = str(tokens[0][0])
     stopped = command(*words, "--temperature", "0", "--stop-token-ids", stop)
     assert stopped.out.splitlines()[0] == ""
@@ -121,31 +137,79 @@ class Captured(NamedTuple):
 
     load: dict[str, object]
     params: SamplingParams
-    options: DriverOptions
+    options: EngineConfig
+
+
+class FakeLLM:
+    """Answers 3,4 to every prompt, or says "a" and "b" of a prompt that it streams."""
+
+    tokenizer: object = None
+    reason = "length"
+
+    def __init__(self, model: object, *, options: EngineConfig) -> None:
+        self.options, self.stats, self.is_closed = options, EngineStats(generated_tokens=2), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def completion(self, prompt: list[int]) -> Completion:
+        return Completion("ab", [3, 4], self.reason, prompt)
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        assert prompts == [[5, 17, 4], [9, 8]]
+        return [self.completion(prompt) for prompt in prompts for _ in range(params.n)]
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
+        assert params.n == 1
+        yield from (StreamEvent("a", [3]), StreamEvent("", [4]))
+        yield StreamEvent("b", [], 0, self.reason, self.completion(prompt))
 
 
 @pytest.fixture
-def captured(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Captured]:
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put a model and an engine that are not there in place; what was asked of them will be here."""
+    found: dict[str, Any] = {"tokenizer": None, "reason": "length"}
+
+    def fake_load(*arguments: object, **keywords: object) -> SimpleNamespace:
+        bound = inspect.signature(load).bind(*arguments, **keywords)
+        bound.apply_defaults()
+        found["load"] = bound.arguments
+        return SimpleNamespace(config=SMALLEST, encode=list, target=ONE_DEVICE)
+
+    def make(model: object, *, options: EngineConfig) -> FakeLLM:
+        found["llm"] = llm = FakeLLM(model, options=options)
+        llm.tokenizer, llm.reason = found["tokenizer"], found["reason"]
+        for name in ("generate", "stream"):
+            monkeypatch.setattr(llm, name, noting(getattr(llm, name), found))
+        return llm
+
+    monkeypatch.setattr("deepinfer_jax.engine.load.load", fake_load)
+    monkeypatch.setattr("deepinfer_jax.engine.llm.LLM", make)
+    return found
+
+
+def noting(method: Callable[..., Any], found: dict[str, Any]) -> Callable[..., Any]:
+    """Keep the parameters that a method of the engine is called with."""
+
+    def call(prompts: Any, params: SamplingParams) -> Any:
+        found["params"] = params
+        return method(prompts, params)
+
+    return call
+
+
+@pytest.fixture
+def captured(command: Command, made: dict[str, Any]) -> Callable[..., Captured]:
     """Run words with a model that is not there and say what was asked of it; nothing is computed."""
 
     def run(*words: str) -> Captured:
-        found: dict[str, Any] = {}
-
-        def fake_load(*arguments: object, **keywords: object) -> SimpleNamespace:
-            bound = inspect.signature(load).bind(*arguments, **keywords)
-            bound.apply_defaults()
-            found["load"] = bound.arguments
-            return SimpleNamespace(tokenizer=None)
-
-        def fake_generate(prompts: Any, params: SamplingParams, model: object, **others: Any) -> list:
-            assert prompts == [[5, 17, 4], [9, 8]]
-            found.update(params=params, options=others["options"])
-            return [Completion("", [3, 4], "length", prompt) for prompt in prompts]
-
-        monkeypatch.setattr("deepinfer_jax.engine.llm.load", fake_load)
-        monkeypatch.setattr("deepinfer_jax.engine.llm.generate", fake_generate)
-        assert command("generate", *PROMPTS, *words) == Output(0, "3,4\n3,4\n", "")
-        return Captured(**found)
+        output = command("generate", *PROMPTS, *words)
+        assert output == Output(0, "3,4\n" * 2 * made["params"].n, "")
+        assert made["llm"].is_closed
+        return Captured(made["load"], made["params"], made["llm"].options)
 
     return run
 
@@ -158,15 +222,18 @@ def test_every_option_arrives(captured: Callable[..., Captured]) -> None:
         *("--repetition-penalty", "1.5", "--presence-penalty", "-2", "--frequency-penalty", "0.75"),
         *("--min-tokens", "3", "--stop-token-ids", "5,7", "--bad-token-ids", "8 9,1", "--ignore-eos"),
         *("--seed", str(2**64 - 1), "--mesh", "2x4", "--layout", "tensor"),
+        *("--stop", "the end", "--stop", "\n", "--include-stop", "--n", "3"),
     )
     expected = {"folder": "here", "numerics": "float32", "batch_invariant": False, "cache_format": "fp8"}
     expected |= {"mesh": "2x4", "layout": "tensor", **NOT_OFFERED}
     assert found.load == expected
-    assert found.options == DriverOptions(prefill="bounded")
+    # As large as these prompts need.
+    assert found.options == EngineConfig(prefill="bounded", num_slots=8, max_context=12)
     assert found.params == SamplingParams(
         **{"max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125},
         **{"repetition_penalty": 1.5, "presence_penalty": -2.0, "frequency_penalty": 0.75, "min_tokens": 3},
         **{"stop_token_ids": (5, 7), "bad_token_ids": (1, 8, 9), "ignore_eos": True, "seed": 2**64 - 1},
+        **{"stop": ("\n", "the end"), "include_stop": True, "n": 3},
     )
 
 
@@ -175,7 +242,7 @@ def test_options_left_out_change_nothing(captured: Callable[..., Captured]) -> N
     expected = {"folder": None, "numerics": "official", "batch_invariant": True, "cache_format": None}
     expected |= {"mesh": None, "layout": None, **NOT_OFFERED}
     assert found.load == expected
-    assert found.options == DriverOptions()
+    assert found.options == EngineConfig(num_slots=8, max_context=131)
     assert found.params == SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95)
 
 
@@ -185,12 +252,33 @@ def test_invalid_output_is_one_line_and_exit_code_1(
     def fail(*_: Any, **__: Any) -> None:
         raise InvalidOutputError("prompts [0]: the logits held NaN, expected numbers; check the weights", [])
 
-    monkeypatch.setattr("deepinfer_jax.engine.llm.generate", fail)
+    monkeypatch.setattr("deepinfer_jax.engine.llm.LLM.generate", fail)
     output = command("generate", "--model", TINY, "--token-ids", "5")
     assert (output.code, output.out) == (EXIT_FAILED, "") and EXIT_FAILED == 1
     assert output.err == (
         "deepinfer_jax generate: prompts [0]: the logits held NaN, expected numbers; check the weights\n"
     )
+
+
+ONE_PROMPT = ["generate", "--token-ids", "5,17,4"]
+
+
+def test_one_prompt_is_printed_as_it_comes(command: Command, made: dict[str, Any]) -> None:
+    made["tokenizer"] = object()
+    assert command(*ONE_PROMPT) == Output(0, "ab\n", "")
+    # Several outputs are printed one after the other, as several prompts are.
+    assert command("generate", *PROMPTS, "--n", "2") == Output(0, "ab\n" * 4, "")
+    assert "2 tokens at" in command(*ONE_PROMPT, "--stats").err
+
+
+def test_invalid_output_of_a_stream_is_one_line_and_exit_code_1(
+    command: Command, made: dict[str, Any]
+) -> None:
+    made.update(tokenizer=object(), reason="invalid")
+    output = command(*ONE_PROMPT)
+    assert output.code == EXIT_FAILED
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("deepinfer_jax generate: prompts [0]: the logits held NaN")
 
 
 PIECES_OF_PARAMS = ("weight", "logical axes", "storage", "layers, experts, ffn, embed", "mxfp4 1x32", "mtp.")
@@ -299,6 +387,11 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["bad_token_ids", "every token", "fewer"],
     ),
     "seed": (["--seed", "-3"], ["seed", "-3", "2^64-1"]),
+    "empty_stop": (["--stop", ""], ["stop", "('',)", "none empty", "change"]),
+    "too_many_stop_texts": ([f"--stop={number}" for number in range(65)], ["stop", "at most 64"]),
+    "stop_without_tokenizer": (["--stop", "x"], ["prompt 0", "['x']", "no tokenizer", "use stop_token_ids"]),
+    "no_output": (["--n", "0"], ["n:", "got 0", "1..64", "change"]),
+    "too_many_outputs": (["--n", "65"], ["n:", "got 65", "1..64", "change"]),
 }
 """Words after a prompt that is right, and what the refusal must say."""
 
@@ -328,6 +421,9 @@ def test_bad_options(command: Command, name: str) -> None:
         ["generate", "--ignore-eos=yes"],
         ["generate", "--no-batch-invariant=1"],
         ["generate", "--stop-token-ids"],
+        ["generate", "--stop"],
+        ["generate", "--include-stop=yes"],
+        ["generate", "--n", "two"],
     ],
     ids=lambda words: "_".join(words) or "nothing",
 )
@@ -346,5 +442,5 @@ def test_help_of_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "deepinfer_jax", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    for word in ("generate", "params", "example:"):
+    for word in ("generate", "batch", "layout", "params", "doctor", "example:"):
         assert word in done.stdout

@@ -6,8 +6,8 @@ Read next: `test_same_tokens.py`, company and cuts; `test_nano.py`, a trained mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,33 +16,25 @@ import pytest
 
 from deepinfer_jax import (
     Completion,
-    DriverOptions,
+    Completions,
+    EngineConfig,
     InvalidOutputError,
     Model,
     RequestError,
     SamplingParams,
     generate,
-    load,
 )
-from deepinfer_jax.engine.driver import INVALID_REASON, Timing
-from deepinfer_jax.engine.generate import generate_ids
-from deepinfer_jax.model.numerics import FLOAT32, Numerics
+from deepinfer_jax.engine import runner
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.generate import Generation, Timing, generate_ids
+from deepinfer_jax.engine.request import INVALID_REASON, TokenLogprobs
+from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.model.weights import Weights
-from deepinfer_jax.plans import Admission, PrefillPlan
-from deepinfer_jax.sampling.state import LENGTH, RUNNING
-from deepinfer_jax.step import (
-    StepOutput,
-    admit_step,
-    decode_step,
-    encode_step,
-    initial_state,
-    prefill_step,
-)
+from deepinfer_jax.plans import LOGPROB_BUCKETS
 from deepinfer_jax.testing.golden import ChunkRunner
 from deepinfer_jax.testing.presets import SMALLEST, random_weights
 from deepinfer_jax.testing.tolerances import assert_close
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 END = SMALLEST.eos_token_id
 TOKENS = np.random.default_rng(5).integers(3, 120, 512).tolist()
 PROMPT = TOKENS[:12]
@@ -53,7 +45,13 @@ POISON = 124
 LOGPROBS = 3
 """Nearly all requests ask for them: with those of `test_same_tokens.py` they share few compiled shapes."""
 
-STEPS = (initial_state, admit_step, encode_step, prefill_step, decode_step)
+OPTIONS = EngineConfig(num_slots=8, max_context=512)
+"""Sizes of nearly all calls, and of `test_same_tokens.py`, for the same reason."""
+
+MAKING = ("initial_state", "empty_snapshots")
+STEPS = ("admit_step", "page_step", "encode_step", "prefill_step", "decode_step")
+MOVING = ("save_step", "restore_step", "note_step")
+"""Names in the runner: what makes an engine, what runs rows or says where, what copies."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,21 @@ def sampled(seed: int, max_tokens: int = 12) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, logprobs=LOGPROBS)
 
 
-def ids_of(completions: list[Completion]) -> list[list[int]]:
+def complete(prompts: Any, params: Any, model: Model, **changes: Any) -> Completions:
+    return generate(prompts, params, model, replace(OPTIONS, **changes))
+
+
+def streamed(model: Model, prompts: Any, params: Any) -> tuple[list[Generation], list[tuple[int, int]]]:
+    """What came, and (prompt number, token) of each token as it came."""
+    tokens: list[tuple[int, int]] = []
+    found = generate_ids(
+        *(model.weights, SMALLEST, FLOAT32, prompts, params, lambda *news: tokens.append(news)),
+        options=OPTIONS,
+    )
+    return found, tokens
+
+
+def ids_of(completions: Sequence[Completion] | Sequence[Generation]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
@@ -87,7 +99,7 @@ def one_shot_logits(weights: Weights, token_ids: list[int]) -> np.ndarray:
 
 
 def test_greedy_tokens_are_the_best_of_the_one_shot_forward(model: Model) -> None:
-    generated = generate([PROMPT], greedy(20), model)[0].token_ids
+    generated = complete([PROMPT], greedy(20), model)[0].token_ids
     assert len(generated) == 20
     logits = one_shot_logits(model.weights, PROMPT + generated)[len(PROMPT) - 1 : -1].copy()
     # At one place the image token is the best; it never comes.
@@ -98,26 +110,25 @@ def test_greedy_tokens_are_the_best_of_the_one_shot_forward(model: Model) -> Non
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
 def test_bc19_exactly_max_tokens_come(model: Model, max_tokens: int) -> None:
-    streamed = []
-    completion = generate(
-        [PROMPT], greedy(max_tokens), model, on_token=lambda prompt, token: streamed.append((prompt, token))
-    )[0]
-    expected = generate([PROMPT], greedy(20), model)[0].token_ids[:max_tokens]
+    completion = complete([PROMPT], greedy(max_tokens), model)[0]
+    expected = complete([PROMPT], greedy(20), model)[0].token_ids[:max_tokens]
     assert completion.token_ids == expected
     assert completion.finish_reason == "length"
     assert completion.prompt_ids == PROMPT
-    assert streamed == [(0, token) for token in expected]
+    found, tokens = streamed(model, [PROMPT], greedy(max_tokens))
+    assert tokens == [(0, token) for token in expected]
+    assert (found[0].token_ids, found[0].finish_reason) == (expected, "length")
 
 
 def test_bc19_no_step_runs_for_zero_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_steps(monkeypatch)
-    assert ids_of(generate([PROMPT, NEIGHBOUR], greedy(0), model)) == [[], []]
+    forbid(monkeypatch, *STEPS, *MOVING)
+    assert ids_of(complete([PROMPT, NEIGHBOUR], greedy(0), model)) == [[], []]
 
 
 def test_each_prompt_has_its_own_parameters(model: Model) -> None:
     each = [greedy(5), greedy(0), sampled(3, 2), greedy(1)]
-    completions = generate([PROMPT] * 4, each, model)
-    expected = generate([PROMPT], greedy(5), model)[0].token_ids
+    completions = complete([PROMPT] * 4, each, model)
+    expected = complete([PROMPT], greedy(5), model)[0].token_ids
     assert [len(tokens) for tokens in ids_of(completions)] == [5, 0, 2, 1]
     assert completions[0].token_ids == expected
     assert completions[3].token_ids == expected[:1]
@@ -135,7 +146,7 @@ def relabelled(weights: Weights, first: int, second: int) -> Weights:
 @pytest.fixture(scope="module")
 def ending(model: Model) -> tuple[Model, list[int], int]:
     """A model whose greedy continuation of PROMPT has its first end token at the returned place."""
-    tokens = generate([PROMPT], greedy(12), model)[0].token_ids
+    tokens = complete([PROMPT], greedy(12), model)[0].token_ids
     kept = {*PROMPT, END, SMALLEST.engram_pad_token_id}
     place = next(i for i, token in enumerate(tokens) if i and token not in {*tokens[:i], *kept})
     end = tokens[place]
@@ -144,15 +155,16 @@ def ending(model: Model) -> tuple[Model, list[int], int]:
 
 
 def test_stop_tokens_end_like_the_end_token(model: Model) -> None:
-    tokens = generate([PROMPT], greedy(12), model)[0].token_ids
+    tokens = complete([PROMPT], greedy(12), model)[0].token_ids
     stop = tokens[4]
     assert stop not in tokens[:4]
     params = [
         replace(greedy(12), stop_token_ids=(stop,)),
         replace(greedy(12), stop_token_ids=(stop, 2), min_tokens=5),
     ]
-    stopped, later = generate([PROMPT] * 2, params, model)
+    stopped, later = complete([PROMPT] * 2, params, model)
     assert (stopped.token_ids, stopped.finish_reason) == (tokens[:4], "stop")
+    assert stopped.stop_reason == stop
     assert len(stopped.logprobs) == 4
     # Before min_tokens a stop token is not stopped at but not chosen.
     assert later.token_ids[:4] == tokens[:4]
@@ -160,29 +172,30 @@ def test_stop_tokens_end_like_the_end_token(model: Model) -> None:
 
 
 def test_bad_and_forbidden_tokens_never_come(model: Model) -> None:
-    tokens = generate([PROMPT], greedy(12), model)[0].token_ids
+    tokens = complete([PROMPT], greedy(12), model)[0].token_ids
     image = SMALLEST.image_token_id
     each = [replace(greedy(12), bad_token_ids=tuple(tokens)), replace(greedy(12), logit_bias={image: 1000.0})]
-    banned, wanted = generate([PROMPT] * 2, each, model)
+    banned, wanted = complete([PROMPT] * 2, each, model)
     assert not set(tokens) & set(banned.token_ids)
     assert wanted.token_ids == tokens
-    forbidding = generate_ids(model.weights, SMALLEST, FLOAT32, [PROMPT], greedy(12), forbidden_ids=tokens)
+    forbidding = generate_ids(
+        model.weights, SMALLEST, FLOAT32, [PROMPT], greedy(12), options=OPTIONS, forbidden_ids=tokens
+    )
     assert forbidding[0].token_ids == banned.token_ids
 
 
 def test_the_end_token_stops_and_is_not_returned(ending: tuple[Model, list[int], int]) -> None:
     model, tokens, place = ending
-    streamed = []
-    completion = generate(
-        [PROMPT], greedy(12, ignore_eos=False), model, on_token=lambda _, token: streamed.append(token)
-    )[0]
-    assert completion.token_ids == streamed == tokens[:place]
-    assert completion.finish_reason == "stop"
+    completion = complete([PROMPT], greedy(12, ignore_eos=False), model)[0]
+    found, news = streamed(model, [PROMPT], greedy(12, ignore_eos=False))
+    assert completion.token_ids == found[0].token_ids == [token for _, token in news] == tokens[:place]
+    assert completion.finish_reason == found[0].finish_reason == "stop"
+    assert completion.stop_reason is None
 
 
 def test_the_end_token_can_be_ignored(ending: tuple[Model, list[int], int]) -> None:
     model, tokens, place = ending
-    completion = generate([PROMPT], greedy(12), model)[0]
+    completion = complete([PROMPT], greedy(12), model)[0]
     assert completion.token_ids == tokens
     assert completion.token_ids[place] == END
     assert completion.finish_reason == "length"
@@ -190,179 +203,95 @@ def test_the_end_token_can_be_ignored(ending: tuple[Model, list[int], int]) -> N
 
 def test_the_last_allowed_token_may_be_followed_by_nothing(ending: tuple[Model, list[int], int]) -> None:
     model, tokens, place = ending
-    completion = generate([PROMPT], greedy(place, ignore_eos=False), model)[0]
+    completion = complete([PROMPT], greedy(place, ignore_eos=False), model)[0]
     assert (completion.token_ids, completion.finish_reason) == (tokens[:place], "length")
 
 
 def test_one_sequence_ends_and_its_neighbour_goes_on(ending: tuple[Model, list[int], int]) -> None:
     model, tokens, place = ending
     each = [greedy(12, ignore_eos=False), greedy(12)]
-    stopped, other = generate([PROMPT, NEIGHBOUR], each, model)
+    stopped, other = complete([PROMPT, NEIGHBOUR], each, model)
     assert stopped.token_ids == tokens[:place]
-    assert other.token_ids == generate([NEIGHBOUR], greedy(12), model)[0].token_ids
+    assert other.token_ids == complete([NEIGHBOUR], greedy(12), model)[0].token_ids
     assert len(other.token_ids) == 12
 
 
 def test_more_prompts_than_slots(model: Model) -> None:
     prompts = [[3 + i % 100, 4 + i % 7] for i in range(9)]
-    order, options = [], DriverOptions(num_slots=8)
-    found = ids_of(
-        generate(
-            prompts, greedy(3), model, lambda prompt, token: order.append((prompt, token)), options=options
-        )
-    )
-    assert found == [ids_of(generate([prompt], greedy(3), model))[0] for prompt in prompts]
-    assert [[token for prompt, token in order if prompt == number] for number in range(9)] == found
+    found, order = streamed(model, prompts, greedy(3))
+    assert ids_of(found) == [ids_of(complete([prompt], greedy(3), model))[0] for prompt in prompts]
+    assert [[token for prompt, token in order if prompt == number] for number in range(9)] == ids_of(found)
 
 
-class CountingSteps:
-    """Steps that only count: each slot's token is the integer after its latest one. Records what came."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sizes: list[int] = []
-        self.admissions: list[Admission] = []
-        self.encoded: list[PrefillPlan] = []
-        self.prefilled: list[PrefillPlan] = []
-        for step in STEPS:
-            monkeypatch.setattr(f"deepinfer_jax.engine.driver.{step.__name__}", getattr(self, step.__name__))
-        monkeypatch.setattr("deepinfer_jax.engine.driver._compiled", set())
-
-    def initial_state(self, is_forbidden: jax.Array, *, sizes: Any, **_: Any) -> np.ndarray:
-        self.sizes.append(sizes.num_slots)
-        return np.zeros(sizes.num_slots, np.int32)
-
-    def admit_step(self, state: np.ndarray, admission: Admission, **_: Any) -> np.ndarray:
-        self.admissions.append(admission)
-        self.left = admission.parameters.max_tokens.copy()
-        return state
-
-    def encode_step(self, _weights: Any, state: np.ndarray, plan: PrefillPlan, **_: Any) -> np.ndarray:
-        self.encoded.append(plan)
-        return state
-
-    def prefill_step(
-        self, _weights: Any, state: np.ndarray, plan: PrefillPlan, **_: Any
-    ) -> tuple[np.ndarray, StepOutput]:
-        self.prefilled.append(plan)
-        return self.sample(
-            np.where(plan.last_rows >= 0, plan.token_ids[plan.last_rows], state), plan.last_rows >= 0
-        )
-
-    def decode_step(
-        self, _weights: Any, state: np.ndarray, is_active: np.ndarray, **_: Any
-    ) -> tuple[np.ndarray, StepOutput]:
-        return self.sample(state, is_active)
-
-    def sample(self, state: np.ndarray, is_sampled: np.ndarray) -> tuple[np.ndarray, StepOutput]:
-        tokens = state + is_sampled
-        self.left = self.left - is_sampled
-        nothing = np.zeros((len(state), 0), np.float32)
-        output = StepOutput(
-            tokens=tokens,
-            is_sampled=is_sampled,
-            finish=np.where(self.left <= 0, LENGTH, RUNNING),
-            is_invalid=np.zeros(len(state), bool),
-            logprobs=nothing,
-            top_ids=nothing,
-            top_logprobs=nothing,
-        )
-        return tokens, output
+def test_a_slot_that_is_free_is_taken_while_others_go_on(model: Model) -> None:
+    """Nobody waits for a whole group: the ninth prompt ends long before the first."""
+    prompts = [[3 + i] for i in range(9)]
+    found, order = streamed(model, prompts, [greedy(30), *[greedy(2)] * 8])
+    assert [len(tokens) for tokens in ids_of(found)] == [30, *[2] * 8]
+    numbers = [number for number, _ in order]
+    assert numbers.count(8) == 2
+    assert max(place for place, number in enumerate(numbers) if number == 8) < numbers.index(0) + 8 * 2 + 10
 
 
-def test_more_than_64_prompts_run_in_groups(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = CountingSteps(monkeypatch)
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    found = ids_of(generate([[number % 90] for number in range(131)], params, model))
-    assert found == [[number % 90 + 1 + step for step in range(3)] for number in range(131)]
-    assert steps.sizes == [64, 64, 8]
+EVERY_PARAMETER = SamplingParams(
+    **{"max_tokens": 6, "temperature": 0.5, "top_p": 0.9, "seed": 2**64 - 1, "min_tokens": 1, "top_k": 50},
+    **{"min_p": 0.01, "repetition_penalty": 0.9, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+    **{"logit_bias": {5: 2.0}, "bad_token_ids": (8,), "stop_token_ids": (11,), "logprobs": 20},
+)
 
 
-def test_every_request_has_pages_of_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = CountingSteps(monkeypatch)
-    lengths, max_tokens = (1, 126, 127, 300, 500), 3
-    generate([[7] * length for length in lengths], SamplingParams(max_tokens=max_tokens), model)
-    table = steps.admissions[0].page_table
-    assert table.shape == (8, 4)
-    counts = (table >= 0).sum(axis=1).tolist()
-    assert counts == [-(-(length + max_tokens) // 128) for length in lengths] + [0] * 3
-    pages = table[table >= 0].tolist()
-    assert len(set(pages)) == len(pages) and max(pages) < 8 * 4
+def counts() -> dict[str, int]:
+    """Traces of everything that runs on devices."""
+    return {name: getattr(runner, name)._cache_size() for name in (*MAKING, *STEPS, *MOVING)}
 
 
-@pytest.mark.parametrize("prefill", ["exact", "bounded"])
-def test_bounded_prefill_runs_the_decoder_on_a_window(
-    model: Model, monkeypatch: pytest.MonkeyPatch, prefill: str
-) -> None:
-    steps, window = CountingSteps(monkeypatch), SMALLEST.sliding_window
-    lengths = (1, window, window + 1, 200)
-    prompts = [[7] * length for length in lengths]
-    params = SamplingParams(max_tokens=2)
-    generate(prompts, params, model, options=DriverOptions(prefill=prefill, max_chunk=50))
-    starts = [max(0, length - window) if prefill == "bounded" else 0 for length in lengths]
-    assert steps.admissions[0].decoder_starts.tolist() == [*starts, *[0] * 4]
-    assert positions_of(steps.encoded, 4) == [list(range(start)) for start in starts]
-    spans = zip(starts, lengths, strict=True)
-    assert positions_of(steps.prefilled, 4) == [list(range(start, length)) for start, length in spans]
-
-
-def positions_of(plans: list[PrefillPlan], num_slots: int) -> list[list[int]]:
-    """Positions that ran in each slot, in order."""
-    slots = range(num_slots)
-    return [
-        [int(at) for plan in plans for at in plan.positions[plan.is_valid & (plan.slots == slot)]]
-        for slot in slots
-    ]
-
-
-def test_one_trace_per_bucket_whatever_the_requests(model: Model) -> None:
-    def counts() -> list[int]:
-        return [step._cache_size() for step in STEPS]
-
-    options = DriverOptions(num_slots=8, max_rows=64)
-    generate([PROMPT, NEIGHBOUR], greedy(2), model, options=options)
+def test_one_trace_per_bucket_whatever_the_requests(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only what reports log-probabilities, as something does in every step here: half as much to compile.
+    monkeypatch.setattr("deepinfer_jax.engine.engine.LOGPROB_BUCKETS", LOGPROB_BUCKETS[1:])
+    engine = Engine(model.weights, SMALLEST, FLOAT32, OPTIONS)
+    engine.warmup()
     before = counts()
-    every = SamplingParams(
-        **{
-            "max_tokens": 6,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "seed": 2**64 - 1,
-            "min_tokens": 1,
-            "top_k": 50,
-        },
-        **{"min_p": 0.01, "repetition_penalty": 0.9, "presence_penalty": 1.0, "frequency_penalty": -0.5},
-        **{"logit_bias": {5: 2.0}, "bad_token_ids": (8,), "stop_token_ids": (11,), "logprobs": 20},
-    )
-    generate([TOKENS[:100], [np.int64(7)], TOKENS[:65], NEIGHBOUR], every, model, options=options)
-    generate([PROMPT] * 8, [every, *[sampled(seed) for seed in range(7)]], model, options=options)
+    assert [name for name, count in before.items() if not count and name != "encode_step"] == []
+    every = EVERY_PARAMETER
+    complete([TOKENS[:100], [np.int64(7)], TOKENS[:65], NEIGHBOUR], every, model)
+    complete([PROMPT] * 8, [every, *[sampled(seed) for seed in range(7)]], model)
+    # Some end before others, one grows into another page, one begins as the one before.
+    each = [sampled(1, 60), every, every, every, sampled(2, 5)]
+    lengths = (3, 260, 125, 260, 127)
+    requests = [engine.submit(TOKENS[:length], one) for length, one in zip(lengths, each, strict=True)]
+    while engine.has_work:
+        engine.step()
+    assert [request.num_cached for request in requests] == [0, 0, 0, 256, 0]
+    engine.close()
     assert counts() == before
 
 
 def test_seeds_repeat_and_differ(model: Model) -> None:
     seeds = (7, 8, 7 + 2**32, 7, 2**64 - 1)
-    found = ids_of(generate([PROMPT] * 5, [sampled(seed) for seed in seeds], model))
+    found = ids_of(complete([PROMPT] * 5, [sampled(seed) for seed in seeds], model))
     assert found[0] == found[3]
     assert len({tuple(tokens) for tokens in found}) == 4
-    assert found == ids_of(generate([PROMPT] * 5, [sampled(seed) for seed in seeds], model))
+    assert found == ids_of(complete([PROMPT] * 5, [sampled(seed) for seed in seeds], model))
 
 
 def test_bc28_a_seeded_row_does_not_depend_on_its_neighbours(model: Model) -> None:
     mine, other = sampled(7), sampled(0)
-    alone = ids_of(generate([PROMPT], mine, model))[0]
-    assert ids_of(generate([PROMPT, NEIGHBOUR], [mine, other], model))[0] == alone
-    assert ids_of(generate([NEIGHBOUR, PROMPT], [other, mine], model))[1] == alone
-    crowd = generate([NEIGHBOUR] * 3 + [PROMPT], [other] * 3 + [mine], model)
+    alone = ids_of(complete([PROMPT], mine, model))[0]
+    assert ids_of(complete([PROMPT, NEIGHBOUR], [mine, other], model))[0] == alone
+    assert ids_of(complete([NEIGHBOUR, PROMPT], [other, mine], model))[1] == alone
+    crowd = complete([NEIGHBOUR] * 3 + [PROMPT], [other] * 3 + [mine], model)
     assert ids_of(crowd)[3] == alone
 
 
 def test_a_longer_request_begins_like_a_shorter_one(model: Model) -> None:
-    short, long = generate([PROMPT] * 2, [sampled(7, 5), sampled(7, 12)], model)
+    short, long = complete([PROMPT] * 2, [sampled(7, 5), sampled(7, 12)], model)
     assert long.token_ids[:5] == short.token_ids
 
 
 def test_timing_counts_what_was_decoded(model: Model) -> None:
     timing = Timing()
-    generate([PROMPT, NEIGHBOUR], [greedy(5), greedy(3)], model, timing=timing)
+    prompts, params = [PROMPT, NEIGHBOUR], [greedy(5), greedy(3)]
+    generate_ids(model.weights, SMALLEST, FLOAT32, prompts, params, timing=timing, options=OPTIONS)
     assert timing.num_decoded == 6  # all but the two tokens of the prefill
     assert timing.first_token > 0
     assert timing.decoding > 0
@@ -370,7 +299,7 @@ def test_timing_counts_what_was_decoded(model: Model) -> None:
 
 def test_logprobs_are_those_of_the_one_shot_forward(model: Model) -> None:
     each = [sampled(5, 8), replace(sampled(6, 8), logprobs=None), replace(sampled(7, 8), logprobs=0)]
-    found = generate([PROMPT] * 3, each, model)
+    found = complete([PROMPT] * 3, each, model)
     assert found[1].logprobs == []
     assert [one.top for one in found[2].logprobs] == [{}] * 8
     for completion in (found[0], found[2]):
@@ -388,16 +317,65 @@ def expected_logprobs(model: Model, completion: Completion) -> np.ndarray:
     return logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
 
 
+def test_prompt_logprobs_are_those_of_the_one_shot_forward(model: Model) -> None:
+    each = [replace(greedy(2), prompt_logprobs=count) for count in (LOGPROBS, 0, None)]
+    prompts = [PROMPT, NEIGHBOUR, PROMPT]
+    found = complete(prompts, each, model)
+    assert [len(one.prompt_logprobs) for one in found] == [len(PROMPT) - 1, len(NEIGHBOUR) - 1, 0]
+    assert found[0].token_ids == found[2].token_ids
+    for completion in found[:2]:
+        logits = one_shot_logits(model.weights, completion.prompt_ids)[:-1]
+        rows = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+        following = completion.prompt_ids[1:]
+        chosen = rows[np.arange(len(following)), following]
+        assert_close([one.logprob for one in completion.prompt_logprobs], chosen, "equivalence_float32")
+    assert all(one.top == {} for one in found[1].prompt_logprobs)
+    for one, token in zip(found[0].prompt_logprobs, PROMPT[1:], strict=True):
+        check_top(one, token)
+
+
+def check_top(one: TokenLogprobs, token: int) -> None:
+    """The best come first, and the token's own is among them or below."""
+    values = list(one.top.values())
+    assert len(values) == LOGPROBS and values == sorted(values, reverse=True)
+    assert one.top.get(token, one.logprob) == one.logprob
+    assert token in one.top or one.logprob <= values[-1]
+
+
+def test_prompt_logprobs_are_those_of_generating_it(model: Model) -> None:
+    """Up to rounding, as they come from other tiles; bit for bit whatever follows in the prompt."""
+    generated = complete([PROMPT], greedy(12), model)[0]
+    whole = PROMPT + generated.token_ids
+    asking = replace(greedy(0), prompt_logprobs=LOGPROBS)
+    # The first one runs in every step, so that all have one shape of output.
+    found = complete([NEIGHBOUR, whole, PROMPT], [greedy(12), asking, asking], model, max_chunk=5)
+    again = found[1].prompt_logprobs[len(PROMPT) - 1 :]
+    assert [list(one.top) for one in again] == [list(one.top) for one in generated.logprobs]
+    for one, expected in zip(again, generated.logprobs, strict=True):
+        values = [expected.logprob, *expected.top.values()]
+        assert_close([one.logprob, *one.top.values()], values, "equivalence_float32")
+    assert found[2].prompt_logprobs == found[1].prompt_logprobs[: len(PROMPT) - 1]
+    assert [(one.token_ids, one.finish_reason) for one in found[1:]] == [([], "length")] * 2
+
+
+def test_samples_of_a_prompt_are_requests_of_their_own(model: Model) -> None:
+    found = complete([PROMPT, NEIGHBOUR], [replace(sampled(7), n=3), sampled(5)], model)
+    assert [one.index for one in found] == [0, 1, 2, 0]
+    assert len({tuple(one.token_ids) for one in found}) == 4
+    alone = [sampled(7).for_sample(index) for index in range(3)]
+    assert ids_of(found) == ids_of(complete([PROMPT] * 3 + [NEIGHBOUR], [*alone, sampled(5)], model))
+
+
 def test_nan_ends_its_own_request_and_the_others_are_given(model: Model) -> None:
     poisoned = replace(model, weights=model.weights.replace(embed=model.weights.embed.at[POISON].set(np.nan)))
     prompts = [PROMPT, [5, POISON], NEIGHBOUR]
     with pytest.raises(
         InvalidOutputError, match=r"prompts \[1\]: the logits held NaN or no token was left"
     ) as raised:
-        generate(prompts, greedy(5), poisoned)
+        complete(prompts, greedy(5), poisoned)
     first, invalid, last = raised.value.generations
     assert (invalid.finish_reason, invalid.token_ids) == (INVALID_REASON, [])
-    assert [first.token_ids, last.token_ids] == ids_of(generate([PROMPT, NEIGHBOUR], greedy(5), model))
+    assert [first.token_ids, last.token_ids] == ids_of(complete([PROMPT, NEIGHBOUR], greedy(5), model))
 
 
 def test_a_request_with_no_token_left_is_invalid(model: Model) -> None:
@@ -405,18 +383,18 @@ def test_a_request_with_no_token_left_is_invalid(model: Model) -> None:
     others = [token for token in range(SMALLEST.vocab_size) if token != 7]
     each = [greedy(2), replace(greedy(2), bad_token_ids=tuple(others))]
     with pytest.raises(InvalidOutputError, match=r"prompts \[1\]") as raised:
-        generate_ids(model.weights, SMALLEST, FLOAT32, [PROMPT] * 2, each, forbidden_ids=[7])
+        generate_ids(model.weights, SMALLEST, FLOAT32, [PROMPT] * 2, each, options=OPTIONS, forbidden_ids=[7])
     assert [len(one.token_ids) for one in raised.value.generations] == [2, 0]
 
 
-def forbid_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every device step an error, to show that nothing runs."""
+def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make some of what runs on devices an error, to show that it does not run."""
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a step ran")
 
-    for step in STEPS:
-        monkeypatch.setattr(f"deepinfer_jax.engine.driver.{step.__name__}", forbidden)
+    for name in names:
+        monkeypatch.setattr(runner, name, forbidden)
 
 
 @pytest.mark.parametrize("prompts", [[[]], [PROMPT, []], [[], PROMPT]], ids=["alone", "second", "first"])
@@ -424,11 +402,11 @@ def test_bc17_an_empty_prompt_is_refused_before_anything_runs(
     model: Model, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
 ) -> None:
     with monkeypatch.context() as patched:
-        forbid_steps(patched)
+        forbid(patched, *MAKING, *STEPS, *MOVING)
         with pytest.raises(RequestError, match=rf"prompt {prompts.index([])}: got no tokens, expected at"):
-            generate(prompts, greedy(4), model)
+            complete(prompts, greedy(4), model)
     neighbours = [prompt for prompt in prompts if prompt]
-    assert all(ids_of(generate(neighbours, greedy(4), model)))
+    assert all(ids_of(complete(neighbours, greedy(4), model)))
 
 
 @pytest.mark.parametrize(
@@ -444,48 +422,45 @@ def test_bc17_an_empty_prompt_is_refused_before_anything_runs(
 def test_refused_requests_run_nothing(
     model: Model, monkeypatch: pytest.MonkeyPatch, prompts: Any, params: Any, part: str
 ) -> None:
-    forbid_steps(monkeypatch)
+    forbid(monkeypatch, *MAKING, *STEPS, *MOVING)
     with pytest.raises(RequestError) as raised:
-        generate(prompts, params, model)
+        complete(prompts, params, model)
     assert part in str(raised.value)
 
 
+def test_several_outputs_are_refused_for_ids(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, *STEPS, *MOVING)
+    each = [greedy(2), replace(greedy(2), n=2)]
+    with pytest.raises(RequestError, match="prompt 1: n: got 2, expected 1, as a request of an engine is"):
+        generate_ids(model.weights, SMALLEST, FLOAT32, [PROMPT] * 2, each, options=OPTIONS)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, *STEPS, *MOVING)
+    with pytest.raises(RequestError, match=r"prompt 1: stop: got \['x'\], expected none .* no tokenizer"):
+        complete([PROMPT] * 2, [greedy(2), replace(greedy(2), stop="x")], model)
+
+
+def test_a_request_beyond_the_sizes_of_the_engine_is_refused(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch, *STEPS, *MOVING)
+    with pytest.raises(RequestError, match=r"prompt 1: got 500 prompt tokens \+ max_tokens 13 = 513"):
+        complete([PROMPT, TOKENS[:500]], greedy(13), model)
+
+
 def test_numpy_ids_are_ids(model: Model) -> None:
-    found = generate_ids(model.weights, SMALLEST, FLOAT32, [np.array(PROMPT)], greedy(3))
+    found = generate_ids(model.weights, SMALLEST, FLOAT32, [np.array(PROMPT)], greedy(3), options=OPTIONS)
     assert found[0].prompt_ids == PROMPT
-    assert found[0].token_ids == generate([PROMPT], greedy(3), model)[0].token_ids
+    assert found[0].token_ids == complete([PROMPT], greedy(3), model)[0].token_ids
 
 
 def test_nothing_comes_of_no_prompts(model: Model) -> None:
     assert generate([], greedy(3), model) == []
-
-
-@pytest.mark.parametrize("name", ["tiny_bf16", "tiny_fp8fp4"])
-def test_loading_a_folder(name: str) -> None:
-    model = load(GOLDEN / name, "float32")
-    assert model.tokenizer is None
-    assert model.config.is_quantized == (name == "tiny_fp8fp4")
-    assert isinstance(model.numerics, Numerics)
-    assert model.numerics.batch_invariant
-    assert model.weights.embed.shape == (model.config.vocab_size, model.config.hidden_size)
-
-
-@pytest.mark.parametrize("changes", [{"batch_invariant": False}, {"cache_format": "fp8"}])
-def test_loading_with_other_numerics(changes: dict[str, Any]) -> None:
-    assert load(GOLDEN / "tiny_bf16", "float32", **changes).numerics == replace(FLOAT32, **changes)
-
-
-def test_an_unknown_cache_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="cache_format: got 'int8', expected one of"):
-        load(GOLDEN / "tiny_bf16", cache_format="int8")
-
-
-def test_unknown_numerics_are_refused_before_the_folder_is_read() -> None:
-    with pytest.raises(RequestError, match=r"numerics: got 'float16', expected one of \['float32', 'offi"):
-        load("nowhere", "float16")
+    assert generate_ids(model.weights, SMALLEST, FLOAT32, [], greedy(3)) == []
 
 
 def test_a_flat_list_of_ids_is_refused_with_the_remedy() -> None:
     model = Model(SMALLEST, weights=None, numerics=FLOAT32, tokenizer=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RequestError, match=r"got 1 as one of them.*list of their own"):
-        generate([1, 2, 3], SamplingParams(), model)  # pyright: ignore
+        complete([1, 2, 3], SamplingParams(), model)  # pyright: ignore

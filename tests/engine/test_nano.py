@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -104,6 +105,23 @@ def test_the_command_line_streams_its_text_after_the_prompt(
     output = capsys.readouterr()
     assert output.out == START + generate(START, greedy(24), nano).text + "\n"
     assert output.err == ""
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_text_ends_the_output(nano: Model, capsys: pytest.CaptureFixture[str], include: bool) -> None:
+    text = generate(START, greedy(24), nano).text
+    # Across words, so that no token is the text.
+    place = text.index(" ", 20)
+    stop = text[place - 2 : place + 2]
+    end = text.index(stop) + len(stop) * include
+    params = replace(greedy(24), stop=(stop, "never said"), include_stop=include)
+    stopped = generate(START, params, nano)
+    assert stopped.text == text[:end]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert len(stopped.token_ids) < 24
+    words = ["generate", START, "--max-tokens", "24", "--temperature", "0", "--stop", stop]
+    assert main([*words, *["--include-stop"] * include]) == 0
+    assert capsys.readouterr().out == START + text[:end] + "\n"
 
 
 def nats_a_token(model: Model, text: str) -> float:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax import SamplingParams
-from deepinfer_jax.engine.driver import DriverOptions, Generation
-from deepinfer_jax.engine.generate import generate_ids
+from deepinfer_jax import EngineConfig, SamplingParams
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.generate import Generation, generate_ids, generation_of
 from deepinfer_jax.engine.target import make_target, put_on
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import Weights
@@ -58,7 +58,7 @@ def run_requests(
     config = replace(DIVISIBLE, is_quantized=numerics.quantizes_activations)
     target = make_target(config, mesh, layout, redundant_experts)
     weights = put_on(weights_for(numerics), config, target, routing_counts, redundant_experts)
-    options = DriverOptions(prefill=prefill, max_rows=64)
+    options = EngineConfig(prefill=prefill, max_rows=64)
     generations = generate_ids(weights, config, numerics, PROMPTS, PARAMS, options=options, target=target)
     return outcome(generations)
 
@@ -110,6 +110,33 @@ def test_the_same_requests_trace_nothing_again() -> None:
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [("data", "8"), slow("sequence", "8"), slow(LONG, "4x2")], ids=["data", "seq", "long"]
+)
+def test_a_prefix_is_found_on_the_share_that_has_it(layout, mesh) -> None:
+    """Whoever comes later gets pages and window of whoever came first, and the bits of one device."""
+    target = make_target(DIVISIBLE, mesh, layout)
+    # Of the size of all requests, so that the programs are those of the other tests.
+    largest = max(len(prompt) + one.max_tokens for prompt, one in zip(PROMPTS, PARAMS, strict=True))
+    options = EngineConfig(max_rows=64, num_slots=8, max_context=largest)
+    weights = put_on(weights_for(FLOAT32), DIVISIBLE, target)
+    engine = Engine(weights, DIVISIBLE, FLOAT32, options, target=target)
+    rounds = []
+    for _ in range(2):
+        requests = [engine.submit(prompt, one) for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
+        while engine.has_work:
+            engine.step()
+        rounds.append(requests)
+    engine.close()
+    assert [request.num_cached for request in rounds[0]] == [0] * len(PROMPTS)
+    assert [request.num_cached for request in rounds[1]] == [(length - 1) // 128 * 128 for length in LENGTHS]
+    for requests in rounds:
+        found = outcome([generation_of(request) for request in requests])
+        assert found.tokens == alone(FLOAT32).tokens
+        np.testing.assert_array_equal(found.logprobs, alone(FLOAT32).logprobs)
 
 
 @pytest.mark.multi

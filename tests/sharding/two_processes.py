@@ -10,15 +10,15 @@ import sys
 
 import jax
 
-from deepinfer_jax import SamplingParams
-from deepinfer_jax.engine.driver import DriverOptions
+from deepinfer_jax import EngineConfig, SamplingParams
 from deepinfer_jax.engine.generate import generate_ids
 from deepinfer_jax.engine.target import make_target, put_on
 from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.testing.presets import DIVISIBLE, random_weights
 
-# As many as in `test_layouts.py`, so that one device has the same programs.
-PROMPTS = [[5, 17, 99], [3] * 40, list(range(2, 90)), [7], list(range(50, 3, -1))] * 2
+# As many as in `test_layouts.py`, so that one device has the same programs. One is longer than a page: the
+# second of its like finds its prefix, and every process must find the same.
+PROMPTS = [[5, 17, 99], [3] * 140, list(range(2, 90)), [7], list(range(50, 3, -1))] * 2
 PARAMS = [
     SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=4, temperature=1.0, seed=3, ignore_eos=True, logprobs=1),
@@ -30,7 +30,7 @@ def run(mesh: str | None) -> list[list[object]]:
     weights = random_weights(DIVISIBLE, jax.random.key(8))
     target = make_target(DIVISIBLE, mesh, None)
     placed = put_on(weights, DIVISIBLE, target)
-    options = DriverOptions(max_rows=64)
+    options = EngineConfig(max_rows=64)
     generations = generate_ids(placed, DIVISIBLE, FLOAT32, PROMPTS, PARAMS, options=options, target=target)
     return [[one.token_ids, [entry.logprob for entry in one.logprobs]] for one in generations]
 

@@ -1,0 +1,289 @@
+"""The loop: plan a step, give it to the devices, read the one before.
+
+Separate from `scheduler.py`, which decides, and `runner.py`, which computes; this joins them and knows
+ids, never text.
+Read next: `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from ..config import ModelConfig
+from ..engine_config import EngineConfig
+from ..model.numerics import Numerics
+from ..model.weights import Weights
+from ..plans import LOGPROB_BUCKETS, ROW_BUCKETS, StepPlan
+from ..sampling_params import RequestError, SamplingParams, check_request
+from ..step import ONE_DEVICE, StepOutput, Target
+from .dispatch import Dispatcher
+from .handoff import PrefilledRequest
+from .handover import check_arrays, describe, only_computed, restore, settings_of
+from .reading import read_prompt_logprobs, read_token
+from .request import HANDED_OVER_REASON, LENGTH_REASON, Request
+from .runner import Outputs, Runner
+from .scheduler import Scheduled, Scheduler
+from .stats import EngineStats
+from .target import num_row_shares, num_slot_shares
+
+
+class Engine:
+    """Runs requests of token ids, as many together as there are slots.
+
+    Attributes:
+        on_dispatch: called with the time at which a step was given to the devices and its results, which
+            are still being computed; None by default.
+
+    Args:
+        weights: the loaded weights.
+        config: the architecture.
+        numerics: the choice of arithmetic.
+        options: how requests are run.
+        forbidden_ids: tokens that no request may get, besides the image token.
+        target: where the weights lie.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        numerics: Numerics,
+        options: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        forbidden_ids: Sequence[int] = (),
+        target: Target = ONE_DEVICE,
+    ) -> None:
+        self.config, self.numerics, self.options, self.target = config, numerics, options, target
+        shares = num_slot_shares(target)
+        self.sizes = options.cache_sizes(config, shares)
+        # On one device a step skips what it has no rows for; devices that meet in it cannot.
+        buckets = (options.max_rows,) if target.mesh is None else ROW_BUCKETS
+        self.scheduler = Scheduler(config, options, self.sizes, shares, num_row_shares(target), buckets)
+        is_forbidden = np.zeros(config.vocab_size, bool)
+        is_forbidden[[config.image_token_id, *forbidden_ids]] = True
+        sizes = (self.sizes, options.snapshots(shares))
+        self.runner = Runner(weights, config, numerics, *sizes, is_forbidden, target)
+        self.on_dispatch: Callable[[float, Outputs], object] | None = None
+        # Processes that share a mesh must give it the same work in the same order: no thread there.
+        is_shared = target.mesh is not None and target.mesh.is_multi_process
+        self._dispatcher = Dispatcher(has_thread=options.overlap > 0 and not is_shared)
+        self._unread: deque[tuple[Scheduled, Future[Outputs]]] = deque()
+        self._num_steps = self._num_generated = 0
+        self._seconds = {"host": 0.0, "dispatch": 0.0, "wait": 0.0, "busy": 0.0}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What an engine must have in common with this one to take over its requests."""
+        return settings_of(self.runner.weights, self.config, self.numerics, self.options, self.sizes)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not over, or any step not read."""
+        return self.scheduler.has_work or bool(self._unread)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted so far."""
+        scheduler, places = self.scheduler, self.scheduler.places
+        return EngineStats(
+            steps=self._num_steps,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generated_tokens=self._num_generated,
+            **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
+            encoder_rows=scheduler.num_encoder_rows,
+            decoder_rows=scheduler.num_decoder_rows,
+            preemptions=scheduler.num_preemptions,
+            prefix=places.counters,
+            slots_running=len(places.running),
+            slots=self.sizes.num_slots,
+            pages_used=places.num_pages_used,
+            pages=self.sizes.num_pages,
+            waiting=len(scheduler.waiting),
+        )
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        which: str = "prompt",
+        is_held: bool = False,
+    ) -> Request:
+        """Put a request into the queue.
+
+        Args:
+            token_ids: the prompt.
+            params: how its tokens are chosen, one output; stop strings are left to who knows text.
+            which: names the request in messages.
+            is_held: whether it stops after its first token, for `export`.
+
+        Returns:
+            The request; `step` fills it in.
+
+        Raises:
+            RequestError: a prompt or parameter that is refused.
+        """
+        ids = [int(token) if isinstance(token, np.integer) else token for token in token_ids]
+        check_request(ids, params, self.config, which)
+        if params.n > 1:
+            raise RequestError(
+                f"{which}: n: got {params.n}, expected 1, as a request of an engine is one output; use LLM, "
+                "or submit `params.for_sample(index)` for each"
+            )
+        request = Request(0, np.asarray(ids, np.int32), params, is_held=is_held)
+        request.submitted_at = time.monotonic()
+        self.scheduler.check(request, which)
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            self.scheduler.finish(request, LENGTH_REASON)
+        else:
+            self.scheduler.submit(request)
+        return request
+
+    def export(self, request: Request) -> PrefilledRequest:
+        """Take a held request out, with all that another engine needs to go on.
+
+        Args:
+            request: one that has its first token; it is over here with that.
+
+        Returns:
+            The request as a value.
+        """
+        arrays = {}
+        if not request.is_over:
+            assert request.is_exportable
+            slot, pages = request.slot, self.scheduler.places.page_table[request.slot].copy()
+            arrays = self._dispatcher.submit(lambda: self.runner.export(slot, pages)).result()
+            # The page of the next token may be there already; only what was computed travels.
+            arrays = only_computed(arrays, request.num_computed)
+        prefilled = describe(request, self.settings, arrays)
+        self.scheduler.finish(request, HANDED_OVER_REASON)
+        return prefilled
+
+    def resume(self, prefilled: PrefilledRequest, which: str = "prefilled request") -> Request:
+        """Put a request that another engine prefilled into the queue.
+
+        Args:
+            prefilled: from `export`.
+            which: names it in messages.
+
+        Returns:
+            The request; `step` goes on with it.
+
+        Raises:
+            HandoffError: another model, other settings, or arrays that are not those of the header.
+            RequestError: a request that this engine has no room for.
+        """
+        request = restore(prefilled, self.settings, which)
+        check_request(request.prompt.tolist(), request.params, self.config, which)
+        self.scheduler.check(request, which)
+        request.submitted_at = time.monotonic()
+        if request.sequence is not None:
+            check_arrays(request, self.runner.sequence_shapes(), which)
+            self.scheduler.submit(request)
+        return request
+
+    def abort(self, request: Request, reason: str) -> None:
+        """End a request now; the tokens that it has stay."""
+        self.scheduler.finish(request, reason)
+
+    def step(self) -> list[Request]:
+        """Run one step, and read the one before it.
+
+        Returns:
+            The requests that have new tokens or are over, in the order of their slots.
+
+        Raises:
+            Exception: what the devices refused. The requests are in the queue again.
+        """
+        started = time.monotonic()
+        try:
+            scheduled = self._timed("host", self.scheduler.plan)
+            if scheduled is not None:
+                self._dispatch(scheduled)
+            is_behind = len(self._unread) > self.options.overlap
+            changed = self._read() if self._unread and (is_behind or scheduled is None) else []
+        except BaseException:
+            self._recover()
+            raise
+        self._seconds["busy"] += time.monotonic() - started
+        return changed
+
+    def warmup(self, logprobs: bool = False, prompt_logprobs: bool = False) -> None:
+        """Compile every program that requests can need.
+
+        Args:
+            logprobs: those that report log-probabilities as well.
+            prompt_logprobs: those that report them for prompts as well.
+        """
+        counts = LOGPROB_BUCKETS if logprobs else LOGPROB_BUCKETS[:1]
+        prompt_counts = [None, *(LOGPROB_BUCKETS if prompt_logprobs else ())]
+        for plan in self.scheduler.empty_plans(counts, prompt_counts):
+            self.runner.read(self._dispatcher.submit(partial(self.runner.run, plan)).result())
+
+    def close(self) -> None:
+        """End all requests and give the devices' memory back; the weights stay."""
+        self._dispatcher.close()
+        self._unread.clear()
+        for request in [*self.scheduler.waiting, *self.scheduler.places.in_order()]:
+            self.scheduler.finish(request, "aborted")
+        self.runner.close()
+
+    def _dispatch(self, scheduled: Scheduled) -> None:
+        for request in scheduled.admitted:
+            request.entered_at = request.entered_at or time.monotonic()
+        self._unread.append((scheduled, self._dispatcher.submit(partial(self._run, scheduled.plan))))
+        self._num_steps += 1
+
+    def _run(self, plan: StepPlan) -> Outputs:
+        started = time.monotonic()
+        outputs = self._timed("dispatch", lambda: self.runner.run(plan))
+        if self.on_dispatch is not None:
+            self.on_dispatch(started, outputs)
+        return outputs
+
+    def _read(self) -> list[Request]:
+        scheduled, outputs = self._unread.popleft()
+        read = self._timed("wait", lambda: self.runner.read(outputs.result()))
+        return self._timed("host", lambda: self._accept(scheduled, read))
+
+    def _accept(self, scheduled: Scheduled, outputs: Outputs) -> list[Request]:
+        """Note what a step gave."""
+        changed = []
+        for request, start, count, first_row in scheduled.prompt_rows:
+            assert outputs.prefill is not None and outputs.prefill.prompt is not None
+            read_prompt_logprobs(request, start, count, first_row, outputs.prefill.prompt)
+        for request in scheduled.ended:
+            self.scheduler.finish(request, LENGTH_REASON)
+            changed.append(request)
+        for requests, output in ((scheduled.decoded, outputs.decode), (scheduled.sampled, outputs.prefill)):
+            for slot, request in sorted(requests.items()):
+                request.in_flight -= 1
+                if output is not None and output.is_sampled[slot] and not request.is_over:
+                    self._accept_token(request, slot, output)
+                    changed.append(request)
+        return changed
+
+    def _accept_token(self, request: Request, slot: int, output: StepOutput) -> None:
+        num_tokens = len(request.token_ids)
+        reason = read_token(request, slot, output)
+        self._num_generated += len(request.token_ids) - num_tokens
+        if reason is not None:
+            self.scheduler.finish(request, reason)
+
+    def _timed[T](self, what: str, work: Callable[[], T]) -> T:
+        started = time.monotonic()
+        result = work()
+        self._seconds[what] += time.monotonic() - started
+        return result
+
+    def _recover(self) -> None:
+        """Start over on empty devices, as an interrupted step leaves no state; no token is lost."""
+        self._dispatcher.drain()
+        self._unread.clear()
+        self.scheduler.lose_devices()
+        self.runner.reset()
