@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 invalid model output, 2 input refused.
     """
-    from . import generate, layout, params
+    from . import batch, doctor, generate, layout, params
 
     parser = _Parser(
         prog="deepinfer_jax",
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog='example: deepinfer_jax generate "Once upon a time"',
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (generate, layout, params):
+    for module in (generate, batch, layout, params, doctor):
         module.add_parser(verbs)
     options = parser.parse_args(arguments)
     try:
