@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from deepinfer_jax import RequestError, load
+from deepinfer_jax import LLM, EngineConfig, RequestError, load
 from deepinfer_jax.model.numerics import FLOAT32, Numerics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -31,6 +32,18 @@ def test_loading_a_folder(name: str) -> None:
 @pytest.mark.parametrize("changes", [{"batch_invariant": False}, {"cache_format": "fp8"}])
 def test_loading_with_other_numerics(changes: dict[str, Any]) -> None:
     assert load(GOLDEN / "tiny_bf16", "float32", **changes).numerics == replace(FLOAT32, **changes)
+
+
+def test_closing_gives_back_what_was_loaded() -> None:
+    def live() -> int:
+        return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+    before = live()
+    with LLM(GOLDEN / "tiny_bf16", numerics="float32", options=EngineConfig(num_slots=1)) as llm:
+        memory = llm.memory
+        assert memory["weights"] > 0 and memory["state"] > 0
+        assert live() >= before + sum(memory.values())
+    assert live() == before
 
 
 def test_an_unknown_cache_format_is_refused() -> None:

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax import Model, RequestError, SamplingParams, generate, load, read_config
+from deepinfer_jax import (
+    LLM,
+    EngineConfig,
+    Model,
+    PrefilledRequest,
+    RequestError,
+    SamplingParams,
+    generate,
+    load,
+    read_config,
+)
 from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.cli import main
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
@@ -160,3 +173,19 @@ def test_both_numerics_agree_on_the_loss(nano: Model, losses: dict[str, float]) 
 def test_weights_are_finite(nano: Model) -> None:
     for leaf in jax.tree.leaves(nano.weights):
         assert np.isfinite(np.asarray(leaf, np.float32)).all()
+
+
+@pytest.mark.slow
+def test_prefill_in_one_process_and_decoding_in_another(nano: Model, tmp_path: Path) -> None:
+    program = f"""
+from deepinfer_jax import LLM, EngineConfig, SamplingParams
+params = SamplingParams(max_tokens=24, seed=5, repetition_penalty=1.1, stop="king", logprobs=2)
+with LLM(options=EngineConfig(num_slots=1, max_context=256)) as llm:
+    llm.prefill([{STORY[:500]!r}], params)[0].save({str(tmp_path / "request.safetensors")!r})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    params = SamplingParams(max_tokens=24, seed=5, repetition_penalty=1.1, stop="king", logprobs=2)
+    with LLM(nano, options=EngineConfig(num_slots=1, max_context=256)) as llm:
+        found = llm.resume([PrefilledRequest.load(tmp_path / "request.safetensors")])[0]
+        assert found == llm.generate([STORY[:500]], params)[0]
+        assert found.text

@@ -99,6 +99,24 @@ def calls_of(collectives: Any) -> Counter[Any]:
     return calls
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_compilation_cache")
+def test_bc15_indexer_memory_is_bounded_by_a_tile_and_in_the_estimate() -> None:
+    """Temporaries grow with the context, as scores of a tile's rows do, and not with the rows of a prompt."""
+    for context in (1024, 4096, 16384):
+        config = wider(max_position_embeddings=16384)
+        case = Case("1", "single", 1, context, "prefill", 256, config=config)
+        memory = compiled(case).memory_analysis()
+        one_tile = compiled(replace(case, prefill_rows=64)).memory_analysis()
+        # Four tiles of rows leave their hidden states behind, but share the memory of their scores.
+        hidden = 256 * 4 * config.hidden_size
+        assert memory.temp_size_in_bytes < one_tile.temp_size_in_bytes + 3 * hidden
+        planned = plan_of(case)
+        given = planned.bytes_of("weights") + planned.bytes_of("cache") + input_bytes(planned, "prefill")
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        assert given + step_peak(case) >= 0.9 * peak
+
+
 @pytest.mark.multi
 @pytest.mark.usefixtures("without_compilation_cache")
 @pytest.mark.parametrize(

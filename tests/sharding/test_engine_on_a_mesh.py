@@ -6,6 +6,7 @@ one share, and between a mesh and one device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -55,6 +56,8 @@ def test_sequences_move_within_a_mesh_and_out_of_it(mesh: str, layout: str) -> N
         assert [completion.timing.num_cached for completion in again] == [128, 128, 256, 0]
         samples = SamplingParams(max_tokens=4, seed=7, n=3, logprobs=2)
         assert llm.generate([PROMPTS[2]], samples) == one.generate([PROMPTS[2]], samples)
+        reported = replace(PARAMS, prompt_logprobs=2)
+        assert llm.generate([PROMPTS[2]], reported) == one.generate([PROMPTS[2]], reported)
         # From the mesh to one device, and back.
         assert list(one.resume(llm.prefill(PROMPTS, PARAMS))) == expected()
         assert list(llm.resume(one.prefill(PROMPTS, PARAMS))) == expected()
