@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..plans import PREFILL_MODES, SLOT_BUCKETS
+from ..plans import SLOT_BUCKETS
 from ..sampling_params import RequestError
 from ..text.jsonl import line_keys, numbered_lines
 from ..text.record_file import OutputError, RecordFile
 from ..text.records import DoneLines
 from .batch_lines import PENDING_PER_SLOT, Tally, run_batch
+from .options import add_model_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -79,7 +80,6 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="drop the results that are there, instead of continuing"
     )
-    parser.add_argument("--model", default=None, metavar="PATH", help="checkpoint folder (default: nano)")
     slots = ", ".join(map(str, SLOT_BUCKETS))
     parser.add_argument(
         "--slots", type=int, metavar="N", help=f"requests that run together: {slots} (default: the last)"
@@ -91,21 +91,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         metavar="N",
         help=f"requests in memory at most (default: {PENDING_PER_SLOT} for each slot)",
     )
-    parser.add_argument(
-        "--prefill",
-        default=PREFILL_MODES[0],
-        choices=PREFILL_MODES,
-        help="bounded: the decoder half sees only the end of a long prompt (faster, approximate)",
-    )
-    parser.add_argument(
-        "--no-batch-invariant",
-        action="store_true",
-        help="let a line's tokens depend on what runs beside it (faster for a few slots)",
-    )
-    parser.add_argument("--numerics", default="official", help="official (default) or float32")
-    parser.add_argument("--cache-format", help="fp4, fp8, bf16 or float32 (default: the numerics' own)")
-    parser.add_argument("--mesh", metavar="SIZES", help="run on several devices, as in `generate`")
-    parser.add_argument("--layout", metavar="NAME", help="what lies where on the mesh, as in `generate`")
+    add_model_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..plans import PREFILL_MODES
 from ..sampling_params import RequestError, SamplingParams, check_request
+from .options import add_model_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -28,7 +28,6 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         epilog='example: deepinfer_jax generate "Once upon a time" --max-tokens 64 --seed 1',
     )
     parser.add_argument("prompts", nargs="*", metavar="TEXT", help="prompts, run together")
-    parser.add_argument("--model", default=None, metavar="PATH", help="checkpoint folder (default: nano)")
     parser.add_argument(
         "--token-ids",
         action="append",
@@ -62,31 +61,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--seed", type=int, default=0, help="64-bit seed (default: 0)")
     parser.add_argument("--n", type=int, default=1, help="outputs of each prompt (default: 1)")
-    parser.add_argument(
-        "--prefill",
-        default="exact",
-        choices=PREFILL_MODES,
-        help="bounded: the decoder half sees only the end of a long prompt (faster, approximate)",
-    )
-    parser.add_argument(
-        "--no-batch-invariant",
-        action="store_true",
-        help="let a prompt's tokens depend on what runs beside it (faster for a few prompts)",
-    )
-    parser.add_argument("--numerics", default="official", help="official (default) or float32")
-    parser.add_argument("--cache-format", help="fp4, fp8, bf16 or float32 (default: the numerics' own)")
-    parser.add_argument(
-        "--mesh",
-        metavar="SIZES",
-        help="run on several devices, as a grid such as 8, 2x4 or data=2,model=4 (default: one device; "
-        "simulated devices where there is only a CPU)",
-    )
-    parser.add_argument(
-        "--layout",
-        metavar="NAME",
-        help="what lies where on the mesh, such as data+expert (default), tensor or sequence; "
-        "`deepinfer_jax layout --help` lists all",
-    )
+    add_model_options(parser)
     parser.add_argument("--stats", action="store_true", help="print times to standard error")
     parser.set_defaults(run=run)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from deepinfer_jax.cli import EXIT_REFUSED, main
 from deepinfer_jax.cli.batch import EXIT_FAILED, EXIT_INTERRUPTED
@@ -435,8 +436,8 @@ def test_every_option_arrives(
 def test_a_terminal_shows_how_far_it_is(
     batch: Callable[..., Output], lines: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(stderr=True, force_terminal=True)
+    monkeypatch.setattr("deepinfer_jax.engine.progress._console", console)
     monkeypatch.setattr("deepinfer_jax.cli.batch.SECONDS_PER_REFRESH", 0.0)
     shown = batch().err
     for part in ("lines", "/20", "tokens/s", "failed", "left", "done: 20 lines"):

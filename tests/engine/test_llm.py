@@ -17,7 +17,7 @@ import pytest
 
 from deepinfer_jax import LLM, Completion, EngineConfig, Model, RequestError, SamplingParams, StreamEvent
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.testing.fake_device import FakeRunner, plain_token
+from deepinfer_jax.testing.fake_device import plain_token
 from deepinfer_jax.testing.presets import SMALLEST
 
 PROMPT = [5, 6, 7]
@@ -39,14 +39,7 @@ class LetterTokenizer:
         return []
 
 
-@pytest.fixture(autouse=True)
-def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(
-        _weights: Any, config: Any, _numerics: Any, sizes: Any, num_snapshots: int, *_: Any
-    ) -> FakeRunner:
-        return FakeRunner(config, sizes, num_snapshots)
-
-    monkeypatch.setattr("deepinfer_jax.engine.engine.Runner", make)
+pytestmark = pytest.mark.usefixtures("fake_devices")
 
 
 def llm_of(tokenizer: Any = LetterTokenizer(), **options: Any) -> LLM:  # noqa: B008 (it has no state)

@@ -19,7 +19,7 @@ from deepinfer_jax import EngineConfig, RequestError, SamplingParams
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.testing.fake_device import FakeRunner, plain_token
+from deepinfer_jax.testing.fake_device import plain_token
 from deepinfer_jax.testing.presets import SMALLEST
 
 CONFIG = replace(SMALLEST, max_position_embeddings=2048)
@@ -27,14 +27,7 @@ BLOCKS = np.random.default_rng(3).integers(3, CONFIG.vocab_size, (3, 128)).tolis
 SEED = 11
 
 
-@pytest.fixture(autouse=True)
-def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(
-        _weights: Any, config: Any, _numerics: Any, sizes: Any, num_snapshots: int, *_: Any
-    ) -> FakeRunner:
-        return FakeRunner(config, sizes, num_snapshots)
-
-    monkeypatch.setattr("deepinfer_jax.engine.engine.Runner", make)
+pytestmark = pytest.mark.usefixtures("fake_devices")
 
 
 def engine_of(**options: Any) -> Engine:

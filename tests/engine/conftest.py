@@ -1,0 +1,22 @@
+"""Fixtures of the engine's tests.
+
+Separate because several files run the engine on devices that are not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepinfer_jax.testing.fake_device import FakeRunner
+
+
+@pytest.fixture
+def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every engine that is made run on fake devices."""
+
+    def make(_weights: Any, config: Any, _numerics: Any, sizes: Any, count: int, *_: Any) -> FakeRunner:
+        return FakeRunner(config, sizes, count)
+
+    monkeypatch.setattr("deepinfer_jax.engine.engine.Runner", make)
