@@ -371,18 +371,16 @@ class LLM:
 
     def _finish(self, jobs: Sequence[Job]) -> Completions:
         """Step until all of some jobs are done."""
-        waiting = {job for job in jobs if not job.is_done}
+        own = set(jobs)
         try:
             with counting("generating", len(jobs)) as count:
-                count(len(jobs) - len(waiting), self.stats.generated_tokens)
-                while waiting:
-                    done = waiting.intersection(self.step())
-                    # Another thread's step may have ended a job.
-                    done |= {job for job in waiting if job.is_done}
-                    waiting -= done
-                    count(len(done), self.stats.generated_tokens)
+                for job in jobs:
+                    # Another thread's step may end it as well.
+                    while not job.is_done:
+                        done = own.intersection(self.step())
+                        count(len(done), self.stats.generated_tokens)
         finally:
-            for job in waiting:
+            for job in jobs:
                 self.abort(job)
         completions = Completions(one for job in jobs for one in job.completions)
         refuse_invalid([one.finish_reason for one in completions], completions)

@@ -84,6 +84,8 @@ class Places:
         Returns:
             Whether it entered, finds no room, or should wait for a prefix.
         """
+        if len(self.running) == len(self.page_table):
+            return Entry.FULL
         matches = {share: self._match(request, share) for share in range(self.num_shares)}
         best = max(match.length for match in matches.values())
         if self._promised(request) > best:

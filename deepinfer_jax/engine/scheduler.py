@@ -209,15 +209,16 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> list[Request]:
         """Start waiting requests in order, as long as there is room for the first of them."""
         admitted = []
-        for request in list(self.waiting):
-            if request.in_flight:
-                break
-            entry = self.places.enter(request)
-            if entry is Entry.LATER:
-                continue
+        index = 0
+        while index < len(self.waiting):
+            request = self.waiting[index]
+            entry = Entry.FULL if request.in_flight else self.places.enter(request)
             if entry is Entry.FULL:
                 break
-            self.waiting.remove(request)
+            if entry is Entry.LATER:
+                index += 1
+                continue
+            del self.waiting[index]
             admitted.append(request)
             self.num_prompt_tokens += 0 if request.num_preemptions else len(request.prompt)
             if request.restored is not None:
