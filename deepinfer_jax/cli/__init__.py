@@ -19,6 +19,9 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 """Exit code for input that is refused."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Refuses words in one line, as everything else is refused."""
@@ -34,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: words after the program's name, the process's own by default.
 
     Returns:
-        The exit code: 0 done, 1 invalid model output, 2 input refused.
+        The exit code: 0 done, 1 invalid model output, 2 input refused, 130 interrupted.
     """
     from . import batch, doctor, generate, layout, params
 
@@ -49,6 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
+    except KeyboardInterrupt:
+        print(f"deepinfer_jax {options.verb}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 0

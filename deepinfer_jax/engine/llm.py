@@ -348,7 +348,7 @@ class LLM:
                     f"{which}: stop: got {list(params.stop_strings)}, expected none as this model has no "
                     "tokenizer; use stop_token_ids"
                 )
-            token_ids = self.model.encode(prompt)
+            token_ids = self.model.encode(prompt, which)
             requests = [
                 self.engine.submit(token_ids, params.for_sample(index), which, is_held)
                 for index in range(params.n)

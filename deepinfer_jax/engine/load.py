@@ -67,8 +67,12 @@ class Model:
         """Ids that no request may get besides the image token: those of placeholders."""
         return [] if self.tokenizer is None else self.tokenizer.placeholder_ids()
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, which: str = "prompt") -> list[int]:
         """Turn a prompt into token ids.
+
+        Args:
+            prompt: a text or a list of token ids.
+            which: names it in messages.
 
         Raises:
             RequestError: text for a model without a tokenizer, or empty text.
@@ -82,11 +86,11 @@ class Model:
             return list(prompt)
         if self.tokenizer is None:
             raise RequestError(
-                "prompt: got text, expected token ids as this model folder has no tokenizer.json; put one "
+                f"{which}: got text, expected token ids as this model folder has no tokenizer.json; put one "
                 "beside config.json or give token ids"
             )
         if not prompt:
-            raise RequestError("prompt: got '', expected text; give a non-empty prompt")
+            raise RequestError(f"{which}: got '', expected text; give a non-empty prompt")
         return self.tokenizer.encode(prompt)
 
 

@@ -444,3 +444,14 @@ def test_help_of_a_process_of_its_own() -> None:
     assert done.stderr == ""
     for word in ("generate", "batch", "layout", "params", "doctor", "example:"):
         assert word in done.stdout
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepinfer_jax.engine.load.load", interrupted)
+    output = command("generate", "--model", TINY, "--token-ids", "5")
+    assert output == Output(130, "", "deepinfer_jax generate: interrupted\n")
