@@ -21,15 +21,13 @@ from ..sampling_params import RequestError
 from ..text.jsonl import line_keys, numbered_lines
 from ..text.record_file import OutputError, RecordFile
 from ..text.records import DoneLines
+from . import EXIT_FAILED, EXIT_INTERRUPTED
 from .batch_lines import PENDING_PER_SLOT, Tally, run_batch
 from .options import add_model_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..engine_config import EngineConfig
-
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 ORDERS = ("input", "finish")
 

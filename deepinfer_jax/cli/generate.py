@@ -11,12 +11,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..sampling_params import RequestError, SamplingParams, check_request
+from ..sampling_params import RequestError, SamplingParams
 from .options import add_model_options
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.load import Prompt
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -106,11 +105,11 @@ def run(options: argparse.Namespace) -> int:
     )
     loaded = time.monotonic()
     # Checked before anything is printed: a refused prompt leaves standard output empty.
-    for number, prompt in enumerate(prompts):
-        check_request(model.encode(prompt), params, model.config, f"prompt {number}")
-    sizes = size_for(EngineConfig(prefill=options.prefill), prompts, [params] * len(prompts), model)
+    ids = [model.encode(prompt) for prompt in prompts]
+    sizes = size_for(EngineConfig(prefill=options.prefill), ids, [params] * len(ids), model)
+    texts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
     with LLM(model, options=sizes) as llm:
-        first_token = _print_outputs(llm, prompts, params)
+        first_token = _print_outputs(llm, ids, texts, params)
         stats = llm.stats
     if options.stats:
         print(
@@ -121,15 +120,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_outputs(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> float:
+def _print_outputs(llm: LLM, prompts: list[list[int]], texts: list[str], params: SamplingParams) -> float:
     """Print what comes, one prompt as it comes; give the seconds to the first token."""
     from ..engine.generate import refuse_invalid
 
     if len(prompts) == params.n == 1 and llm.tokenizer is not None:
-        prompt = prompts[0]
-        _print_now(prompt if isinstance(prompt, str) else "")
+        _print_now(texts[0])
         first_token = 0.0
-        for event in llm.stream(prompt, params):
+        for event in llm.stream(prompts[0], params):
             _print_now(event.text)
             if event.completion is not None:
                 first_token = event.completion.timing.first_token
@@ -138,11 +136,10 @@ def _print_outputs(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> f
         return first_token
     completions = llm.generate(prompts, params)
     for number, completion in enumerate(completions):
-        prompt = prompts[number // params.n]
         if llm.tokenizer is None:
             print(",".join(str(token) for token in completion.token_ids))
         else:
-            print((prompt if isinstance(prompt, str) else "") + completion.text)
+            print(texts[number // params.n] + completion.text)
     return min(completion.timing.first_token for completion in completions)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ModelConfig
+from ..config import NOTHING, ModelConfig
 from ..engine_config import EngineConfig
 from ..model.numerics import Numerics
 from ..model.weights import Weights
@@ -25,9 +25,9 @@ from ..sampling_params import RequestError, SamplingParams, check_request
 from ..step import ONE_DEVICE, StepOutput, Target
 from .dispatch import Dispatcher
 from .handoff import PrefilledRequest
-from .handover import check_arrays, describe, only_computed, restore, settings_of
+from .handover import check_arrays, describe, restore, settings_of
 from .reading import read_prompt_logprobs, read_token
-from .request import HANDED_OVER_REASON, LENGTH_REASON, Request
+from .request import ABORTED_REASON, HANDED_OVER_REASON, LENGTH_REASON, Request, num_pages
 from .runner import Outputs, Runner
 from .scheduler import Scheduled, Scheduler
 from .stats import EngineStats
@@ -157,9 +157,9 @@ class Engine:
         if not request.is_over:
             assert request.is_exportable
             slot, pages = request.slot, self.scheduler.places.page_table[request.slot].copy()
-            arrays = self._dispatcher.submit(lambda: self.runner.export(slot, pages)).result()
             # The page of the next token may be there already; only what was computed travels.
-            arrays = only_computed(arrays, request.num_computed)
+            pages[num_pages(request.num_computed) :] = NOTHING
+            arrays = self._dispatcher.submit(lambda: self.runner.export(slot, pages)).result()
         prefilled = describe(request, self.settings, arrays)
         self.scheduler.finish(request, HANDED_OVER_REASON)
         return prefilled
@@ -183,7 +183,9 @@ class Engine:
         self.scheduler.check(request, which)
         request.submitted_at = time.monotonic()
         if request.sequence is not None:
-            check_arrays(request, self.runner.sequence_shapes(), which)
+            # The latest token has not run yet.
+            shapes = self.runner.sequence_shapes(num_pages(request.num_known - 1))
+            check_arrays(request.sequence, shapes, which)
             self.scheduler.submit(request)
         return request
 
@@ -230,7 +232,7 @@ class Engine:
         self._dispatcher.close()
         self._unread.clear()
         for request in [*self.scheduler.waiting, *self.scheduler.places.in_order()]:
-            self.scheduler.finish(request, "aborted")
+            self.scheduler.finish(request, ABORTED_REASON)
         self.runner.close()
 
     def _dispatch(self, scheduled: Scheduled) -> None:

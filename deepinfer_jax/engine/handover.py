@@ -22,8 +22,6 @@ from ..sampling_params import SamplingParams
 from .handoff import HandoffError, PrefilledRequest, check_header
 from .request import Request, TokenLogprobs
 
-PAGES = "pages."
-
 
 def settings_of(
     weights: Weights, config: ModelConfig, numerics: Numerics, options: EngineConfig, sizes: CacheConfig
@@ -56,12 +54,6 @@ def settings_of(
         "window_slack": sizes.window_slack,
         "page_tokens": PAGE_TOKENS,
     }
-
-
-def only_computed(arrays: Mapping[str, np.ndarray], num_computed: int) -> dict[str, np.ndarray]:
-    """Leave pages out that hold no position yet."""
-    count = -(-num_computed // PAGE_TOKENS)
-    return {name: array[:, :count] if name.startswith(PAGES) else array for name, array in arrays.items()}
 
 
 def describe(
@@ -129,30 +121,27 @@ def restore(prefilled: PrefilledRequest, settings: Mapping[str, Any], which: str
     return request
 
 
-def check_arrays(request: Request, expected: Mapping[str, Any], which: str) -> None:
+def check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, Any], which: str) -> None:
     """Refuse arrays that are not those of a slot here.
 
     Args:
-        request: with its `sequence`.
-        expected: shapes and dtypes by name; of pages only as many as the request needs.
-        which: names it in messages.
+        arrays: what the devices held of a request.
+        expected: shapes and dtypes by name.
+        which: names the request in messages.
 
     Raises:
         HandoffError: a missing or unknown array, another shape or dtype.
     """
-    num_pages = -(-(request.num_known - 1) // PAGE_TOKENS)
-    if set(request.sequence) != set(expected):
+    if set(arrays) != set(expected):
         raise HandoffError(
-            f"{which}: got arrays {sorted(request.sequence)}, expected {sorted(expected)}; export it again"
+            f"{which}: got arrays {sorted(arrays)}, expected {sorted(expected)}; export it again"
         )
     for name, one in expected.items():
-        shape, found = one.shape, request.sequence[name]
-        if name.startswith(PAGES):
-            shape = (shape[0], num_pages, *shape[2:])
-        if found.shape != shape or found.dtype != one.dtype:
+        found = arrays[name]
+        if found.shape != one.shape or found.dtype != one.dtype:
             raise HandoffError(
                 f"{which}: {name}: got {found.dtype} {list(found.shape)}, expected {one.dtype} "
-                f"{list(shape)}; export it again"
+                f"{list(one.shape)}; export it again"
             )
 
 

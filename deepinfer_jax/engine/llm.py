@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
@@ -237,15 +237,10 @@ class LLM:
         """
         with self._lock:
             self._require_open()
-            jobs: list[Job] = []
-            try:
-                for number, one in enumerate(prefilled):
-                    request = self.engine.resume(one, f"prefilled request {number}")
-                    jobs.append(self._jobs.add([request], request.params, is_streamed=False))
-            except BaseException:
-                for job in jobs:
-                    self.abort(job)
-                raise
+            requests = (
+                self.engine.resume(one, f"prefilled request {number}") for number, one in enumerate(prefilled)
+            )
+            jobs = self._all_or_none(self._jobs.add([one], one.params, is_streamed=False) for one in requests)
         return self._finish(jobs)
 
     def submit(
@@ -359,10 +354,17 @@ class LLM:
         self, prompts: Sequence[Prompt], each: Sequence[SamplingParams], is_held: bool = False
     ) -> list[Job]:
         """Submit all prompts or none."""
+        return self._all_or_none(
+            self._submit(prompt, params, f"prompt {number}", is_held=is_held)
+            for number, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+        )
+
+    def _all_or_none(self, starting: Iterable[Job]) -> list[Job]:
+        """Start jobs one after the other; end them all if one of them is refused."""
         jobs: list[Job] = []
         try:
-            for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-                jobs.append(self._submit(prompt, params, f"prompt {number}", is_held=is_held))
+            for job in starting:
+                jobs.append(job)
         except BaseException:
             for job in jobs:
                 self.abort(job)

@@ -55,11 +55,9 @@ def generate(
     many = [prompts] if isinstance(prompts, str) else list(prompts)
     each = params_of_each(params, len(many))
     ids = [model.encode(prompt) for prompt in many]
-    for number, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-        check_request(prompt, one, model.config, f"prompt {number}")
+    sizes = size_for(options, ids, each, model)
     if not many:
         return Completions()
-    sizes = size_for(options, ids, each, model)
     with LLM(model, options=sizes) as llm:
         completions = llm.generate(ids, each)
     return completions[0] if isinstance(prompts, str) and len(completions) == 1 else completions
@@ -71,21 +69,24 @@ def _default_model() -> Model:
 
 
 def size_for(
-    options: EngineConfig, prompts: Sequence[Prompt], each: Sequence[SamplingParams], model: Model
+    options: EngineConfig, prompts: Sequence[list[int]], each: Sequence[SamplingParams], model: Model
 ) -> EngineConfig:
-    """Fill sizes that are left open in with the smallest that fit some prompts.
+    """Check prompts, and fill sizes that are left open in with the smallest that fit them.
 
     Args:
         options: as the user gave them.
-        prompts: texts or lists of token ids.
+        prompts: token ids of each.
         each: parameters of each.
         model: what will run them.
 
     Returns:
         The options with all sizes.
+
+    Raises:
+        RequestError: a prompt or parameter that is refused, by number.
     """
-    lengths = [len(model.encode(prompt)) for prompt in prompts]
-    num_tokens = [
-        length + one.max_tokens for length, one in zip(lengths, each, strict=True) for _ in range(one.n)
-    ]
+    num_tokens = []
+    for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        check_request(prompt, one, model.config, f"prompt {number}")
+        num_tokens += [len(prompt) + one.max_tokens] * one.n
     return fitted(options, num_tokens, model.config, num_slot_shares(model.target))

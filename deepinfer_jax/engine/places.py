@@ -13,7 +13,7 @@ import numpy as np
 from ..config import NOTHING, PAGE_TOKENS, CacheConfig
 from .pages import PagePool
 from .prefix import OFF, PROMPT_LOGPROBS, PrefixCache, PrefixCounters, PrefixMatch
-from .request import Phase, Request
+from .request import Phase, Request, num_pages
 
 
 class Entry(enum.Enum):
@@ -176,14 +176,13 @@ class Places:
         """Count the tokens of a request that a running one will soon leave for reuse."""
         if self._reason_to_skip(request) is not None:
             return 0
-        limit = (request.num_known - 1) if not request.decoder_start else request.decoder_start
-        keys = request.keys(limit)
-        return max(cache.longest_promise(keys, limit) for cache in self.caches)
+        limit = request.num_reusable
+        return max(cache.longest_promise(request.keys(limit), limit) for cache in self.caches)
 
     def _has_room(self, request: Request, share: int, match: PrefixMatch) -> bool:
         """Tell whether a request's pages are free, or would be if what is kept for reuse gave way."""
         pool = self.pools[share]
-        needed = _num_pages(request) - len(match.pages)
+        needed = _pages_to_run(request) - len(match.pages)
         if pool.num_free >= needed:
             return True
         return pool.num_free + self.caches[share].num_evictable_beside(match) >= needed
@@ -202,7 +201,7 @@ class Places:
             cache.use(match)
         elif request.sequence is None:
             cache.count_miss(reason)
-        needed = _num_pages(request) - len(match.pages)
+        needed = _pages_to_run(request) - len(match.pages)
         has_room = self._free(share, needed)
         assert has_room
         slot = min(slot for slot in range(first, first + self.slots_each) if slot not in self.running)
@@ -236,12 +235,12 @@ class Places:
         The last one of the prompt serves whoever continues it, the last one that others had in common with
         it serves their like.
         """
-        last = request.num_known - 1 if not request.decoder_start else request.decoder_start
+        last = request.num_reusable
         ends = {last // PAGE_TOKENS * PAGE_TOKENS, match.num_matched * PAGE_TOKENS}
         return sorted(end for end in ends if request.num_computed < end <= last)
 
 
-def _num_pages(request: Request) -> int:
+def _pages_to_run(request: Request) -> int:
     """Count the pages of what a request has to run, and of its next token."""
     most = len(request.prompt) + request.params.max_tokens
-    return -(-min(request.num_known + 1, most) // PAGE_TOKENS)
+    return num_pages(min(request.num_known + 1, most))

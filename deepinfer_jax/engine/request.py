@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import PAGE_TOKENS
+from ..config import NOTHING, PAGE_TOKENS
 from ..sampling_params import SamplingParams
 from .prefix import page_keys
 
@@ -88,7 +88,7 @@ class Request:
     finish_reason: str | None = None
     stop_token: int | None = None
     phase: Phase = Phase.WAITING
-    slot: int = -1
+    slot: int = NOTHING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     rows_to_run: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -116,6 +116,11 @@ class Request:
         return len(self.prompt) + len(self.token_ids)
 
     @property
+    def num_reusable(self) -> int:
+        """Known tokens whose window states could serve a request: not the last, nor past a decoder start."""
+        return self.decoder_start or self.num_known - 1
+
+    @property
     def is_exportable(self) -> bool:
         """Whether a held request has its first token and the devices all that comes before it."""
         is_computed = self.phase is Phase.DECODING and self.num_computed == self.num_known - 1
@@ -141,3 +146,8 @@ class Request:
         if len(self._keys) < num_pages:
             self._keys = page_keys(self.known_ids(), self._keys)
         return self._keys[:num_pages]
+
+
+def num_pages(num_tokens: int) -> int:
+    """Count the pages that hold some tokens."""
+    return -(-num_tokens // PAGE_TOKENS)

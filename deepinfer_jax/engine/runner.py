@@ -21,6 +21,7 @@ from ..model.weights import Weights
 from ..plans import StepPlan
 from ..slot_steps import (
     SEQUENCE_WORDS,
+    Sequence,
     empty_snapshots,
     export_step,
     import_step,
@@ -165,32 +166,22 @@ class Runner:
         sequence = export_step(self.state, *self._numbers(slot), np.asarray(pages), target=self.target)
         sequence = to_host(sequence, self.target)
         share, num_pages = slot // self.slots_each, int((pages >= 0).sum())
-        arrays = {
-            name: np.asarray(array).take([share], axis=slot_axis(name))
-            for name, array in vars(sequence.slot).items()
-        }
         own = slice(share * len(pages), share * len(pages) + num_pages)
-        for ratio, stored in sequence.pages.items():
-            for name, array in vars(stored).items():
-                arrays[page_name(ratio, name)] = np.asarray(array)[:, own]
-        return arrays
+        slots, stored = _by_name(sequence)
+        arrays = {name: np.asarray(array).take([share], slot_axis(name)) for name, array in slots.items()}
+        return arrays | {name: np.asarray(array)[:, own] for name, array in stored.items()}
 
-    def sequence_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describe the arrays that `export` gives: pages in the second dimension may be fewer."""
-        shape = self._exported_shape()
-        slots = {
+    def sequence_shapes(self, num_pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Describe the arrays that `export` gives of a sequence with some pages."""
+        slots, stored = _by_name(self._exported_shape())
+        axes = {name: slot_axis(name) for name in slots} | dict.fromkeys(stored, 1)
+        sizes = dict.fromkeys(slots, 1) | dict.fromkeys(stored, num_pages)
+        return {
             name: jax.ShapeDtypeStruct(
-                tuple(1 if axis == slot_axis(name) else size for axis, size in enumerate(one.shape)),
-                one.dtype,
+                (*one.shape[: axes[name]], sizes[name], *one.shape[axes[name] + 1 :]), one.dtype
             )
-            for name, one in vars(shape.slot).items()
+            for name, one in {**slots, **stored}.items()
         }
-        pages = {
-            page_name(ratio, name): one
-            for ratio, stored in shape.pages.items()
-            for name, one in vars(stored).items()
-        }
-        return slots | pages
 
     def _exported_shape(self) -> Any:
         numbers = (np.int32(0), np.zeros(self.sizes.pages_per_slot, np.int32))
@@ -198,16 +189,14 @@ class Runner:
 
     def _import(self, slot: int, pages: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """Put what `export` gave into a slot and its pages."""
-        shape = self._exported_shape()
-        whole = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shape)
+        whole = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), self._exported_shape())
         share = slot // self.slots_each
-        for name, array in vars(whole.slot).items():
+        slots, stored = _by_name(whole)
+        for name, array in slots.items():
             np.moveaxis(array, slot_axis(name), 0)[share] = np.moveaxis(arrays[name], slot_axis(name), 0)[0]
-        for ratio, stored in whole.pages.items():
-            for name, array in vars(stored).items():
-                found = arrays[page_name(ratio, name)]
-                first = share * len(pages)
-                array[:, first : first + found.shape[1]] = found
+        for name, array in stored.items():
+            first = share * len(pages)
+            array[:, first : first + arrays[name].shape[1]] = arrays[name]
         sequence = to_devices(whole, SEQUENCE_WORDS, self.target)
         numbers = (*self._numbers(slot), np.asarray(pages))
         self.state = import_step(self.state, sequence, *numbers, target=self.target)
@@ -256,9 +245,14 @@ class Runner:
         return output
 
 
-def page_name(ratio: int, name: str) -> str:
-    """Name the pages of one compress ratio among the arrays of a sequence."""
-    return f"pages.{ratio}.{name}"
+def _by_name(sequence: Sequence) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Name the arrays of a sequence: those of its slot, and those of its pages."""
+    stored = {
+        f"pages.{ratio}.{name}": array
+        for ratio, pages in sequence.pages.items()
+        for name, array in vars(pages).items()
+    }
+    return vars(sequence.slot), stored
 
 
 def _is_read(plan: StepPlan) -> bool:

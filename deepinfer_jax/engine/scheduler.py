@@ -285,7 +285,7 @@ class Scheduler:
         stop = min([stop, *ends, start + room, start + (self.options.max_chunk or room)])
         if stop <= start:
             return None
-        samples = len(request.rows_to_run) == request.num_known and request.params.max_tokens > 0
+        samples = request.target_length == request.num_known and request.params.max_tokens > 0
         return PromptSpan(request.slot, request.rows_to_run, start, stop, samples)
 
     def _advance(self, request: Request, piece: PromptSpan, scheduled: Scheduled) -> None:

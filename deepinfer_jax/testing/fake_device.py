@@ -18,8 +18,8 @@ import numpy as np
 
 from ..config import NOTHING, PAGE_TOKENS, CacheConfig, ModelConfig
 from ..plans import Admission, PrefillPlan, StepPlan
+from ..sampling.state import LENGTH, RUNNING, STOPPED
 
-RUNNING, STOPPED, LENGTH = 0, 1, 2
 NEVER = -7
 """What a page or ring holds where nothing was written."""
 
