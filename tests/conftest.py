@@ -57,6 +57,19 @@ def key(request: pytest.FixtureRequest) -> jax.Array:
     return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
 
 
+MOST_MEMORY_MAPS = 20_000
+"""Of the 65,530 that Linux lets a process have; each compiled program takes several, a module thousands."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Forget compiled programs before a worker runs out of memory maps, which ends in a crash of LLVM."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > MOST_MEMORY_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def without_compilation_cache():
     """Compile for real: for tests that measure how long compilation takes."""
