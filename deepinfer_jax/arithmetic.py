@@ -99,3 +99,27 @@ def map_tiles(function: Callable[[Any], Any], rows: Any, tile: int) -> Any:
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     tiles = cut_tiles(rows, tile, mode="edge")
     return join_tiles(lax.map(lambda part: fenced(function(fenced(part))), tiles), num_rows)
+
+
+def map_used_tiles(function: Callable[[Any], Any], rows: Any, is_used: Array, tile: int) -> Any:
+    """Do the same as `map_tiles`, but skip tiles without a row that is used.
+
+    Args:
+        function: of a tree of arrays [tile, ...], to a tree of such arrays.
+        rows: a tree of arrays [R, ...].
+        is_used: bool [R].
+        tile: rows of a tile.
+
+    Returns:
+        The results as a tree of arrays [R, ...]; zeros, or anything, where a row is not used.
+    """
+    # Traced once, though its shapes are asked for before it is called.
+    run = jax.jit(lambda part: fenced(function(fenced(part))), inline=True)
+
+    def run_if_used(part: tuple[Any, Array]) -> Any:
+        shapes = jax.eval_shape(run, part[0])
+        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+        return lax.cond(part[1].any(), run, lambda _: nothing, part[0])
+
+    tiles = (cut_tiles(rows, tile, mode="edge"), cut_tiles(is_used, tile))
+    return join_tiles(lax.map(run_if_used, tiles), is_used.shape[0])

@@ -39,7 +39,7 @@ LOGICAL_AXES = frozenset(
         *("rows", "slots", "entries", "pages", "layers", "sources", "streams", "mix", "scalars"),
         *("embed", "vocab", "heads", "head_dim", "q_rank", "o_groups", "o_rank", "group_input"),
         *("experts", "router", "ffn", "index_heads", "index_head_dim", "engram_rows", "engram_row"),
-        *("engram_input", "engram_output", "markov_rank", "draft_input", "confidence_input"),
+        *("engram_input", "engram_output", "markov_rank", "markov_vocab", "draft_input", "confidence_input"),
     }
 )
 """The words that name a dimension's meaning; a layout maps them to mesh axes."""

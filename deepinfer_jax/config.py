@@ -126,6 +126,7 @@ class ModelConfig:
         _check_sizes(self)
         _check_layers(self)
         _check_token_ids(self)
+        _check_draft(self)
 
     @property
     def engram_row_size(self) -> int:
@@ -148,6 +149,7 @@ class CacheConfig:
         window_slack: positions by which a sequence can be shortened again: rows that every ring keeps
             beyond what the model reads.
         page_tokens: tokens of a page, an even number.
+        num_draft_layers: draft stages whose context rows are kept beside the layers' window rows.
 
     Raises:
         ConfigError: a size that is not a positive integer, or an odd page.
@@ -160,12 +162,15 @@ class CacheConfig:
     num_pages: int
     window_slack: int = 0
     page_tokens: int = PAGE_TOKENS
+    num_draft_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "pages_per_slot", "num_pages", "page_tokens"):
             value = getattr(self, name)
             require_size(isinstance(value, int) and value > 0, name, value, "a positive integer")
-        require_size(self.window_slack >= 0, "window_slack", self.window_slack, "0 or more")
+        for name in ("window_slack", "num_draft_layers"):
+            value = getattr(self, name)
+            require_size(value >= 0, name, value, "0 or more")
         is_even = self.page_tokens % 2 == 0
         require_size(is_even, "page_tokens", self.page_tokens, "an even number, as groups have 2 tokens")
 
@@ -329,3 +334,25 @@ def _check_token_ids(config: ModelConfig) -> None:
         value = getattr(config, key)
         if value is not None:
             require(0 <= value < config.vocab_size, key, value, f"an id below {config.vocab_size}")
+
+
+def _check_draft(config: ModelConfig) -> None:
+    draft, layers = config.draft, config.num_hidden_layers
+    if draft.num_stages == 0:
+        return
+    for key in ("block_size", "markov_rank", "n_routed_experts", "num_experts_per_tok"):
+        require(getattr(draft, key) > 0, f"dspark_{key}", getattr(draft, key), "a positive number")
+    targets, noise = draft.target_layer_ids, draft.noise_token_id
+    is_sorted = bool(targets) and list(targets) == sorted(set(targets)) and 0 <= targets[0]
+    require(
+        is_sorted and targets[-1] < layers and not set(targets) & set(config.engram_layer_ids),
+        *("dspark_target_layer_ids", targets, f"increasing layer ids below {layers}, none with Engram"),
+    )
+    require(
+        0 <= noise < config.vocab_size,
+        *("dspark_noise_token_id", noise, f"an id below {config.vocab_size}"),
+    )
+    require(
+        draft.num_experts_per_tok <= draft.n_routed_experts,
+        *("dspark_num_experts_per_tok", draft.num_experts_per_tok, f"at most {draft.n_routed_experts}"),
+    )

@@ -19,7 +19,8 @@ import numpy as np
 
 from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, spec_leaves
 from ..config import ModelConfig
-from ..model.weights import Weights, weight_specs
+from ..model.draft_weights import all_weight_specs
+from ..model.weights import Weights
 from .errors import CheckpointError, shorten
 from .formats import check_quantized, scale_bytes
 from .names import is_vision_tensor, scale_name, tensor_table
@@ -40,7 +41,7 @@ class LoadedCheckpoint:
     """Weights and what was left out of them.
 
     Args:
-        weights: the backbone.
+        weights: the backbone, and the draft stages if there are any.
         skipped: names of tensors that the configuration does not know, ignored on request.
     """
 
@@ -255,9 +256,9 @@ def load_checkpoint(
     progress: Progress | None = None,
     ignore_extra: bool = False,
 ) -> LoadedCheckpoint:
-    """Check a checkpoint folder and load its backbone.
+    """Check a checkpoint folder and load its backbone and draft stages.
 
-    Draft and vision tensors are checked by their headers and not loaded.
+    Vision tensors are checked by their headers and not loaded.
 
     Args:
         folder: the checkpoint folder.
@@ -275,14 +276,14 @@ def load_checkpoint(
     checkpoint = Checkpoint.open(folder)
     skipped = checkpoint.check(config, ignore_extra)
     token_map = jnp.asarray(read_token_map(folder, config)) if config.engram_layer_ids else None
-    weights = checkpoint.load(weight_specs(config), config.is_quantized, compute_dtype, progress)
+    weights = checkpoint.load(all_weight_specs(config), config.is_quantized, compute_dtype, progress)
     return LoadedCheckpoint(replace(weights, token_map=token_map), skipped)
 
 
 def load_weights(
     folder: str | Path, config: ModelConfig, compute_dtype: Any, progress: Progress | None = None
 ) -> Weights:
-    """Load the backbone of a checkpoint that fits its configuration exactly; see `load_checkpoint`.
+    """Load a checkpoint that fits its configuration exactly; see `load_checkpoint`.
 
     Args:
         folder: the checkpoint folder.

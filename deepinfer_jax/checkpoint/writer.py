@@ -36,7 +36,6 @@ def write_checkpoint(
     weights: Weights,
     config: ModelConfig,
     max_shard_bytes: int = 14 * 2**20,
-    draft: DraftWeights | None = None,
 ) -> None:
     """Write weights, index and `config.json`, and the token map if the weights carry one.
 
@@ -47,19 +46,18 @@ def write_checkpoint(
     Args:
         folder: created if needed; must hold no safetensors files yet.
         config_document: the JSON object that `config` was parsed from, written as it is.
-        weights: the backbone, stacked as declared.
+        weights: the backbone, stacked as declared, and the draft stages if the configuration has any.
         config: the architecture.
         max_shard_bytes: data bytes of a file, unless a single tensor has more.
-        draft: the draft stages, needed if the configuration has any.
 
     Raises:
         CheckpointError: weights or document that do not fit `config`, values that cannot be stored, or
             a folder that already holds weights.
     """
     folder = Path(folder)
-    _check_arguments(folder, config_document, config, draft)
-    pairs = _pair_arrays(weight_specs(config), replace(weights, token_map=None))
-    pairs += _pair_arrays(draft_weight_specs(config), draft)
+    _check_arguments(folder, config_document, config, weights.draft)
+    pairs = _pair_arrays(weight_specs(config), replace(weights, token_map=None, draft=None))
+    pairs += _pair_arrays(draft_weight_specs(config), weights.draft)
     shards = _plan_shards(config, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     stored = _stored_tensors(pairs, config.is_quantized)
@@ -94,7 +92,7 @@ def _check_arguments(
     if (draft is None) != (config.draft.num_stages == 0):
         raise CheckpointError(
             f"config has {config.draft.num_stages} draft stages, got {'no' if draft is None else 'some'} "
-            "draft weights; pass draft= exactly if the configuration has draft stages"
+            "draft weights; give weights a `draft` exactly if the configuration has draft stages"
         )
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if present:

@@ -16,8 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ..config import ModelConfig
+from ..model.draft_weights import check_draft_layout, words_of
 from ..model.schedule import layers_by_kind
-from ..model.weights import Weights, check_layout, weight_words
+from ..model.weights import Weights, check_layout
 from ..sharding.errors import LayoutError
 from ..sharding.expert_exchange import ExpertPlaces
 from ..sharding.experts import balance_experts
@@ -61,6 +62,7 @@ def make_target(
     shape = mesh_shape(mesh) if isinstance(mesh, Mesh) else MeshShape.parse(mesh)
     chosen = find_layout(DEFAULT_LAYOUT if layout is None else layout).on(shape)
     check_layout(config, chosen, shape, redundant_experts)
+    check_draft_layout(config, chosen, shape)
     return Target(chosen, mesh if isinstance(mesh, Mesh) else make_mesh(shape))
 
 
@@ -133,7 +135,7 @@ def _place(weights: Weights, config: ModelConfig, target: Target) -> Weights:
     assert target.mesh is not None
     shares = _size(target, target.layout.axes_of(PADDED))
     engram = tuple(one.replace(embed=pad_table(one.embed, shares)) for one in weights.engram)
-    words = weight_words(config)
+    words = words_of(weights, config)
     return place_tree(weights.replace(engram=engram), words, target.layout, target.mesh)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arithmetic import fenced, join_tiles, map_tiles
+from ..arithmetic import fenced, join_tiles, map_tiles, map_used_tiles
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import collapse, initial_streams, rms_norm
@@ -34,6 +34,7 @@ from ..sharding.exchange import (
 )
 from ..sharding.layout import SINGLE, Layout
 from .cache import Cache, read_ring, write_ring, write_rings
+from .draft_rows import put_draft_rows, read_draft_input
 from .engram import hash_rows
 from .layer_scan import layer_index, run_layers
 from .linear import linear_float32
@@ -93,7 +94,7 @@ def backbone(
         encoder, decoder = (0, split), (split, config.num_hidden_layers)
         carry = step.run(step.carry, step.context, encoder)
         decoder_starts = carry.cache.decoder_starts[step.context.geometry.slots]
-        carry = step.run(carry, step.context._replace(window_starts=decoder_starts), decoder)
+        carry = _run_decoder(carry, step, step.context._replace(window_starts=decoder_starts), decoder)
         collapsed = collapse(carry.streams, carry.pre_mix)
         hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
         tap = step.recorder.scoped("final.")
@@ -149,7 +150,13 @@ def encode(
     return _over_tiles(run, cache, rows, numerics, layout)[0]
 
 
-def head_logits(hidden: Array, weights: Weights, numerics: Numerics, layout: Layout = SINGLE) -> Array:
+def head_logits(
+    hidden: Array,
+    weights: Weights,
+    numerics: Numerics,
+    layout: Layout = SINGLE,
+    is_used: Array | None = None,
+) -> Array:
     """Project hidden states to logits in float32, in the tiles of the backbone.
 
     Args:
@@ -157,6 +164,7 @@ def head_logits(hidden: Array, weights: Weights, numerics: Numerics, layout: Lay
         weights: the loaded weights.
         numerics: the choice of arithmetic (static).
         layout: as in `backbone` (static).
+        is_used: bool [R], rows whose logits are wanted; all by default.
 
     Returns:
         float32 [R, V], of the whole vocabulary.
@@ -164,7 +172,9 @@ def head_logits(hidden: Array, weights: Weights, numerics: Numerics, layout: Lay
     own, rest = meeting(layout, "vocab")
     # D values a row to the holders of the vocabulary; 4 V bytes a row home.
     shown = from_words(all_gather(to_words(hidden), own), hidden) if own else hidden
-    if numerics.batch_invariant:
+    if numerics.batch_invariant and is_used is not None and layout == SINGLE:
+        logits = map_used_tiles(lambda tile: linear_float32(tile, weights.head), shown, is_used, ROW_TILE)
+    elif numerics.batch_invariant:
         logits = map_tiles(lambda tile: linear_float32(tile, weights.head), shown, ROW_TILE)
     else:
         logits = linear_float32(shown, weights.head)
@@ -277,6 +287,30 @@ def _start(
     table_rows, cache = _engram_rows(weights, context, rows, cache)
     carry = _initial_carry(weights, rows, cache, context)
     return _Step(weights, context, table_rows, TapRecorder(taps), carry)
+
+
+def _run_decoder(carry: Carry, step: _Step, context: StepContext, span: tuple[int, int]) -> Carry:
+    """Run the decoder half, and make of what enters the target layers the rows that draft stages read.
+
+    The layers are cut at the targets and their streams fenced whether anything is drafted or not, so that
+    drafting changes no bit of what comes out.
+    """
+    targets = [target for target in context.config.draft.target_layer_ids if target >= span[0]]
+    inputs, layer = [], span[0]
+    for stop in (*targets, span[1]):
+        if stop > layer:
+            carry, layer = step.run(carry, context, (layer, stop)), stop
+        if stop in targets:
+            carry = carry.replace(streams=fenced(carry.streams))
+            inputs.append(read_draft_input(carry.streams, context.numerics))
+    if carry.cache.window.shape[0] == context.config.num_hidden_layers:
+        return carry
+    if len(inputs) < len(context.config.draft.target_layer_ids):
+        raise ValueError(
+            f"draft targets {context.config.draft.target_layer_ids}: got a decoder half that begins at layer "
+            f"{span[0]}, expected all of them in it; use fewer encoder layers"
+        )
+    return put_draft_rows(carry, inputs, step.weights.draft, context)
 
 
 def _write_windows(carry: Carry, step: _Step, num_layers: int | None = None) -> Cache:

@@ -36,8 +36,8 @@ class Cache(struct.PyTreeNode):
     """State of B slots.
 
     Attributes:
-        window: [L, B, window + slack, width], packed key-value rows of the latest positions, entry =
-            position mod ring.
+        window: [L + draft layers, B, window + slack, width], packed key-value rows of the latest positions,
+            entry = position mod ring; what draft stages read of a position is a row like a layer's own.
         compressed: by compress ratio.
         page_table: int32 [B, pages of a slot], page of each run of `page_tokens` positions, NOTHING
             where the slot has none.
@@ -102,7 +102,8 @@ def empty_cache(config: ModelConfig, sizes: CacheConfig, numerics: Numerics) -> 
         )
     pairs = len(sources_by_ratio(config).get(2, ()))
     slack = sizes.window_slack
-    window_shape = (config.num_hidden_layers, slots, config.sliding_window + slack)
+    window_layers = config.num_hidden_layers + sizes.num_draft_layers
+    window_shape = (window_layers, slots, config.sliding_window + slack)
     pending_shape = (pairs, slots, 1 + slack, head_dim)
     return Cache(
         window=jnp.zeros((*window_shape, formats.window.width(head_dim)), formats.window.dtype),

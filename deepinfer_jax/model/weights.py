@@ -110,10 +110,11 @@ class EngramWeights(struct.PyTreeNode):
 
 
 class Weights(struct.PyTreeNode):
-    """The backbone: embedding, layer stacks by kind, Engram by layer, head.
+    """The backbone: embedding, layer stacks by kind, Engram by layer, head; and the draft stages, if any.
 
     `token_map` (token id -> compressed id, int32 [vocab]) is derived from the tokenizer, so it is
-    None in the declaration and an array in loaded weights.
+    None in the declaration and an array in loaded weights. `draft` (`draft_weights.DraftWeights`) is
+    declared beside this, and None where nothing is drafted.
     """
 
     embed: Any  # [vocab, embed]
@@ -122,6 +123,7 @@ class Weights(struct.PyTreeNode):
     norm: Any  # [embed]
     head: Any  # [vocab, embed]
     token_map: Any = None
+    draft: Any = None
 
 
 def weight_specs(config: ModelConfig) -> Weights:
@@ -329,8 +331,12 @@ def check_layout(config: ModelConfig, layout: Layout, mesh: MeshShape, redundant
     Raises:
         LayoutError: what cannot be divided, by array, dimension, size and mesh axis.
     """
-    groups = {"heads": config.num_attention_heads, "o_groups": config.o_groups}
-    check_weights(weight_specs(config), layout, mesh, groups, redundant_experts)
+    check_weights(weight_specs(config), layout, mesh, indivisible_parts(config), redundant_experts)
+
+
+def indivisible_parts(config: ModelConfig) -> dict[str, int]:
+    """Give the number of parts along axes whose channels belong together: heads, output groups."""
+    return {"heads": config.num_attention_heads, "o_groups": config.o_groups}
 
 
 def take_layer(stack: LayerWeights, index: Any) -> LayerWeights:

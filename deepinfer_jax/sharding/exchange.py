@@ -64,6 +64,16 @@ def all_gather(values: Array, axes: tuple[str, ...], dimension: int = 0) -> Arra
     return lax.all_gather(values, axes, axis=dimension, tiled=True) if axes else values
 
 
+def total_of(values: Array, axes: tuple[str, ...]) -> Array:
+    """Add up the values of all devices along mesh axes; each gets the same sum."""
+    return lax.psum(values, axes) if axes else values
+
+
+def largest_of(values: Array, axes: tuple[str, ...]) -> Array:
+    """Take the largest values of all devices along mesh axes."""
+    return lax.pmax(values, axes) if axes else values
+
+
 def to_words(tree: Any) -> Array:
     """Join the bytes of arrays [..., width] and see them as words, zeros at the end.
 

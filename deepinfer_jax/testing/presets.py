@@ -18,8 +18,9 @@ import numpy as np
 from ..arrays import Array, ArraySpec, QuantArray, Storage, is_spec, random_resident_arrays
 from ..checkpoint.formats import quantize
 from ..config import DraftConfig, ModelConfig, YarnScaling
+from ..model.draft_weights import all_weight_specs
 from ..model.engram import primes_above
-from ..model.weights import Weights, weight_specs
+from ..model.weights import Weights
 
 TINY = ModelConfig(
     vocab_size=128,
@@ -88,6 +89,13 @@ SMALLEST = replace(
 )
 """One layer of each compress ratio: quick to compile."""
 
+SMALLEST_DRAFTED = replace(
+    SMALLEST,
+    compress_ratios=(*SMALLEST.compress_ratios, 0, 0),
+    draft=replace(TINY.draft, block_size=5, target_layer_ids=(2,)),
+)
+"""The same with two draft stages and blocks of the released size."""
+
 DIVISIBLE = replace(
     SMALLEST,
     num_attention_heads=8,
@@ -97,6 +105,13 @@ DIVISIBLE = replace(
     moe_intermediate_size=256,
 )
 """`SMALLEST` with eight shares of everything a layout can divide, in whole parts of 32 channels."""
+
+DIVISIBLE_DRAFTED = replace(
+    DIVISIBLE,
+    compress_ratios=SMALLEST_DRAFTED.compress_ratios,
+    draft=replace(SMALLEST_DRAFTED.draft, n_routed_experts=8),
+)
+"""The same with draft stages."""
 
 ONE_OF_EACH = replace(
     TINY,
@@ -235,7 +250,7 @@ def random_weights(config: ModelConfig, key: Array, dtype: jax.typing.DTypeLike 
         values = spec.initializer.scaled(random.standard_normal(spec.stacked_shape, np.float32))
         return jnp.asarray(values.astype(spec.memory_dtype(dtype)))
 
-    weights = jax.tree.map(draw, weight_specs(config), is_leaf=is_spec)
+    weights = jax.tree.map(draw, all_weight_specs(config), is_leaf=is_spec)
     return weights.replace(token_map=random_token_map(config))
 
 
@@ -252,7 +267,7 @@ def random_resident_weights(
     Returns:
         The weights, token map included.
     """
-    weights = random_resident_arrays(weight_specs(config), key, dtype)
+    weights = random_resident_arrays(all_weight_specs(config), key, dtype)
     return weights.replace(token_map=random_token_map(config))
 
 
@@ -281,7 +296,7 @@ def as_resident(weights: Weights, config: ModelConfig) -> Weights:
         return QuantArray(jnp.asarray(payload), jnp.asarray(scales.view(np.uint8)), spec.storage, spec.axes)
 
     plain = weights.replace(token_map=None)
-    converted = jax.tree.map(convert, weight_specs(config), plain, is_leaf=is_spec)
+    converted = jax.tree.map(convert, all_weight_specs(config), plain, is_leaf=is_spec)
     return converted.replace(token_map=weights.token_map)
 
 

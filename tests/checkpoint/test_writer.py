@@ -23,7 +23,7 @@ from deepinfer_jax.config_json import parse_config, read_config
 from deepinfer_jax.model.draft_weights import DraftWeights, draft_weight_specs
 from deepinfer_jax.model.weights import Weights
 
-type Loaded = tuple[dict, ModelConfig, Weights, DraftWeights]
+type Loaded = tuple[dict, ModelConfig, Weights, DraftWeights | None]
 
 
 def read_all(folder: Path, dtype=jnp.float32) -> Loaded:
@@ -37,7 +37,7 @@ def read_all(folder: Path, dtype=jnp.float32) -> Loaded:
 
 def write(folder: Path, loaded: Loaded, **options) -> Path:
     document, config, weights, draft = loaded
-    write_checkpoint(folder, document, weights, config, **{"draft": draft, **options})
+    write_checkpoint(folder, document, replace(weights, draft=draft), config, **options)
     return folder
 
 
@@ -197,7 +197,7 @@ def test_arguments_that_contradict_each_other_are_refused(golden: Path, tmp_path
     with pytest.raises(CheckpointError, match="describes another model"):
         write(tmp_path / "a", (document, replace(config, is_quantized=True), weights, draft))
     with pytest.raises(CheckpointError, match="2 draft stages, got no draft weights"):
-        write(tmp_path / "a", (document, config, weights, draft), draft=None)
+        write(tmp_path / "a", (document, config, weights, None))
     with pytest.raises(CheckpointError, match=r"norm: got \[63\], expected \[64\]"):
         write(tmp_path / "a", (document, config, replace(weights, norm=weights.norm[:-1]), draft))
     assert not (tmp_path / "a").exists()
