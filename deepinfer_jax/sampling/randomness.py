@@ -14,8 +14,9 @@ from jax import lax
 
 from ..arrays import Array
 
-SAMPLE_TOKEN = 0
-"""Purpose of the draw that chooses a token."""
+SAMPLE_TOKEN, DRAFT_TOKEN, ACCEPT_DRAFT, LAST_TOKEN = range(4)
+"""Purposes of draws: which token plain decoding takes, which one an independent draft proposes, whether
+that is accepted, and which token follows the last accepted one."""
 
 POSITION_BITS = 24
 """Bits of the counter's first word that hold the position; the purpose has the other eight."""
@@ -43,13 +44,31 @@ def gumbel(seeds: Array, positions: Array, purpose: int, size: int) -> Array:
     Returns:
         float32 [R, size]; draw i is Threefry-2x32 of key `seeds` at counter (purpose | position, i).
     """
+    return -jnp.log(-jnp.log1p(-_fractions(seeds, positions, purpose, size)))
+
+
+def uniform(seeds: Array, positions: Array, purpose: int) -> Array:
+    """Draw one number in (0, 1) for each row.
+
+    Args:
+        seeds: uint32 [R, 2], words of each row's seed.
+        positions: int32 [R], absolute position the draw is for, below 2^24.
+        purpose: as in `gumbel`.
+
+    Returns:
+        float32 [R].
+    """
+    return _fractions(seeds, positions, purpose, 1)[:, 0]
+
+
+def _fractions(seeds: Array, positions: Array, purpose: int, size: int) -> Array:
+    """Turn the bits of each counter into a number in (0, 1): float32 [R, size]."""
     shape = (seeds.shape[0], size)
     first = positions.astype(jnp.uint32) | jnp.uint32(purpose << POSITION_BITS)
     index = lax.broadcasted_iota(jnp.uint32, shape, 1)
     high, low = _threefry((seeds[:, :1], seeds[:, 1:]), (first[:, None], index))
     fraction = (low.astype(jnp.float32) + 0.5) * 2.0**-32
-    uniform = jnp.minimum((high.astype(jnp.float32) + fraction) * 2.0**-32, LARGEST_UNIFORM)
-    return -jnp.log(-jnp.log1p(-uniform))
+    return jnp.minimum((high.astype(jnp.float32) + fraction) * 2.0**-32, LARGEST_UNIFORM)
 
 
 def _threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:

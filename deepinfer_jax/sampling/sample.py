@@ -18,13 +18,14 @@ Read next: the modules named above; `../testing/samplers.py` is the same with pl
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from ..arithmetic import map_tiles
+from ..arithmetic import fenced, map_tiles, map_used_tiles
 from ..arrays import MASKED_SCORE, Array
 from .logits import is_greedy, keep_min_p, keep_top_k, keep_top_p, scale_by_temperature
 from .penalties import add_bias, mask_stops, penalize
@@ -44,6 +45,7 @@ class Sampled(struct.PyTreeNode):
         logprob: float32 [B], of the chosen token; MASKED_SCORE where invalid.
         top_ids: int32 [B, N], most probable tokens, best first.
         top_logprobs: float32 [B, N]; MASKED_SCORE where invalid.
+        law: float32 [B, V], the distribution that the token was drawn from, if it was asked for.
     """
 
     tokens: Array
@@ -51,6 +53,23 @@ class Sampled(struct.PyTreeNode):
     logprob: Array
     top_ids: Array
     top_logprobs: Array
+    law: Array | None = None
+
+
+class RowPlaces(NamedTuple):
+    """Which slot R rows belong to and what the slot has got since its state was noted.
+
+    Attributes:
+        slots: int32 [R].
+        new_ids: int32 [R, J], tokens that the slot generated in between, NOTHING behind them.
+        positions: int32 [R], position that the row's token will have.
+        is_used: bool [R].
+    """
+
+    slots: Array
+    new_ids: Array
+    positions: Array
+    is_used: Array
 
 
 def sample(
@@ -83,6 +102,65 @@ def sample(
     if not batch_invariant:
         return choose(rows)
     return map_tiles(choose, rows, SAMPLING_TILE)
+
+
+def sample_rows(
+    logits: Array,
+    places: RowPlaces,
+    sampler: SamplerState,
+    is_forbidden: Array,
+    *,
+    num_logprobs: int,
+    batch_invariant: bool,
+    purpose: int = SAMPLE_TOKEN,
+    wants_law: bool = False,
+) -> Sampled:
+    """Choose a token for every row, also for several of one slot, as `sample` would one after the other.
+
+    Args:
+        logits: float32 [R, V] of the model.
+        places: whose the rows are.
+        sampler: state of the B slots before the first of these rows.
+        is_forbidden: bool [V], ids no request may generate.
+        num_logprobs: N, static.
+        batch_invariant: as in `sample`; tiles without used rows are skipped then.
+        purpose: of the draws, static.
+        wants_law: whether to give the distributions too, static.
+
+    Returns:
+        The choice of each row; anything where it is not used.
+
+    Source: spec/dspark.md sections 4.1 and 4.3.
+    """
+
+    def choose(rows: tuple[Array, RowPlaces]) -> Sampled:
+        logits, places = rows
+        # Fenced, so that the rest is compiled as it is in `sample`.
+        own = fenced(_sampler_of_rows(sampler, places))
+        return _sample_tile(
+            (logits, own, places.positions),
+            is_forbidden=is_forbidden,
+            num_logprobs=num_logprobs,
+            purpose=purpose,
+            wants_law=wants_law,
+        )
+
+    if not batch_invariant:
+        return choose((logits, places))
+    return map_used_tiles(choose, (logits, places), places.is_used, SAMPLING_TILE)
+
+
+def _sampler_of_rows(sampler: SamplerState, places: RowPlaces) -> SamplerState:
+    """Give each row its slot's state, its new tokens counted."""
+    own = jax.tree.map(lambda array: array[places.slots], sampler)
+    rows, vocab_size = own.counts.shape
+    is_new = places.new_ids >= 0
+    columns = jnp.where(is_new, places.new_ids, vocab_size)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return own.replace(
+        counts=own.counts.at[row, columns].add(1, mode="drop"),
+        num_generated=own.num_generated + is_new.sum(axis=1, dtype=jnp.int32),
+    )
 
 
 def control_logits(logits: Array, sampler: SamplerState, is_forbidden: Array) -> Array:
@@ -135,8 +213,32 @@ def keep_filtered(scores: Array, sampler: SamplerState) -> Array:
     return (is_kept & keep_min_p(scores, sampler.min_p)) | ~is_drawn[:, None]
 
 
+def processed_law(adjusted: Array, sampler: SamplerState) -> Array:
+    """Give the law that `sample` draws from, after temperature and filters.
+
+    Args:
+        adjusted: float32 [B, V], logits after penalties, biases and masks (`control_logits`).
+        sampler: state of the B slots.
+
+    Returns:
+        float32 [B, V]; the best token alone where a row is greedy, zeros where no token is allowed.
+
+    Source: spec/dspark.md section 4.1.
+    """
+    scores = scale_by_temperature(adjusted, sampler.temperature)
+    drawn = jax.nn.softmax(jnp.where(keep_filtered(scores, sampler), scores, MASKED_SCORE), axis=-1)
+    best = jax.nn.one_hot(jnp.argmax(adjusted, axis=-1), adjusted.shape[1], dtype=jnp.float32)
+    law = jnp.where(is_greedy(sampler.temperature)[:, None], best, drawn)
+    return jnp.where(adjusted.max(axis=-1, keepdims=True) == MASKED_SCORE, 0.0, law)
+
+
 def _sample_tile(
-    rows: tuple[Array, SamplerState, Array], *, is_forbidden: Array, num_logprobs: int
+    rows: tuple[Array, SamplerState, Array],
+    *,
+    is_forbidden: Array,
+    num_logprobs: int,
+    purpose: int = SAMPLE_TOKEN,
+    wants_law: bool = False,
 ) -> Sampled:
     logits, sampler, positions = rows
     has_nonsense = (jnp.isnan(logits) | (logits == jnp.inf)).any(axis=-1)
@@ -145,21 +247,22 @@ def _sample_tile(
     logits = jnp.where(has_nonsense[:, None] | is_zero, 0.0, logits)
     adjusted = control_logits(logits, sampler, is_forbidden)
     is_invalid = has_nonsense | (adjusted.max(axis=-1) == MASKED_SCORE)
-    chosen = jnp.where(is_invalid, 0, _choose(adjusted, sampler, positions))
+    chosen = jnp.where(is_invalid, 0, _choose(adjusted, sampler, positions, purpose))
+    law = processed_law(adjusted, sampler) if wants_law else None
 
     # A row of minus infinity has no distribution; it is invalid, and its NaN is not selected.
     logprobs = partial(_logprobs_at, jax.nn.logsumexp(logits, axis=-1, keepdims=True), is_invalid[:, None])
     top_logits, top_ids = lax.top_k(logits, num_logprobs)
     chosen_logits = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
-    return Sampled(chosen, is_invalid, logprobs(chosen_logits)[:, 0], top_ids, logprobs(top_logits))
+    return Sampled(chosen, is_invalid, logprobs(chosen_logits)[:, 0], top_ids, logprobs(top_logits), law)
 
 
-def _choose(adjusted: Array, sampler: SamplerState, positions: Array) -> Array:
+def _choose(adjusted: Array, sampler: SamplerState, positions: Array, purpose: int) -> Array:
     greedy = is_greedy(sampler.temperature)[:, None]
     scores = scale_by_temperature(adjusted, sampler.temperature)
     noise = lax.cond(
         ~greedy.all(),
-        lambda: gumbel(sampler.seeds, positions, SAMPLE_TOKEN, adjusted.shape[1]),
+        lambda: gumbel(sampler.seeds, positions, purpose, adjusted.shape[1]),
         lambda: jnp.zeros_like(adjusted),
     )
     # Greedy compares the logits themselves: their distances to the best may round to equals. The sum
