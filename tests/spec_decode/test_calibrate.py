@@ -1,0 +1,231 @@
+"""Temperatures equal the cases file, calibrate what is known to be off, and refuse censored traffic.
+
+Separate as it needs no model: logits and accepted counts are enough.
+Read next: `deepinfer_jax/spec_decode/calibrate.py`, `calibration.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.spec_decode import calibration as files
+from deepinfer_jax.spec_decode.calibrate import (
+    calibration_errors,
+    confidences_of,
+    expected_calibration_error,
+    fit_temperatures,
+    reliability,
+    survivals_of,
+)
+from deepinfer_jax.spec_decode.calibration import (
+    CALIBRATION_FILE,
+    FILTERED,
+    GREEDY,
+    REGIMES,
+    SAMPLED,
+    Calibration,
+    CalibrationError,
+    fit_calibration,
+    regime_of,
+    uncalibrated,
+)
+from deepinfer_jax.spec_decode.plots import plot_reliability
+from deepinfer_jax.testing.tolerances import assert_close
+
+CASES = Path(__file__).parents[1] / "golden" / "dspark_scheduler_cases.json"
+CALIBRATION_CASES = json.loads(CASES.read_text())["calibration_cases"]
+BLOCK = 5
+TRUE_TEMPERATURES = np.asarray([1.8, 0.6, 2.5, 1.0, 3.0])
+"""Of the synthetic traffic: over- and underconfident positions."""
+
+
+def traffic(seed: int, num_rounds: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+    """Draw confidence logits, and accept drafts with the probabilities of the true temperatures."""
+    random = np.random.default_rng(seed)
+    logits = random.normal(1.5, 1.5, (num_rounds, BLOCK))
+    is_accepted = random.random(logits.shape) < confidences_of(logits, TRUE_TEMPERATURES)
+    return logits, np.cumprod(is_accepted, axis=1).sum(axis=1)
+
+
+def verified(num_accepted: np.ndarray) -> np.ndarray:
+    """Verify every draft."""
+    return np.full(len(num_accepted), BLOCK)
+
+
+@pytest.mark.parametrize("case", CALIBRATION_CASES, ids=lambda case: case["id"])
+def test_temperatures_and_errors_equal_the_cases(case) -> None:
+    logits, accepted = np.asarray(case["logits"]), np.asarray(case["prefix_accepted"]).sum(axis=1)
+    rows, expected = case["temperature_grid"], case["expect"]
+    num_steps = round((rows["stop"] - rows["start"]) / rows["step"])
+    grid = np.round(rows["start"] + rows["step"] * np.arange(num_steps + 1), 10)
+    fitted = fit_temperatures(logits, accepted, verified(accepted), grid)
+    assert fitted.tolist() == expected["temperatures"]
+    before = calibration_errors(logits, accepted, np.ones(BLOCK))
+    assert_close(before, expected["ece_before"], "formula_float64")
+    assert_close(calibration_errors(logits, accepted, fitted), expected["ece_after"], "formula_float64")
+
+
+def test_known_miscalibration_is_removed_on_held_out_rounds() -> None:
+    logits, accepted = traffic(seed=1)
+    fitted = fit_temperatures(logits, accepted, verified(accepted))
+    held_out, outcome = traffic(seed=2)
+    before = calibration_errors(held_out, outcome, np.ones(BLOCK))
+    assert before.min() > 0.02 and before.mean() > 0.06
+    assert calibration_errors(held_out, outcome, fitted).max() <= 0.02
+    # The ranking of requests at a position stays.
+    at_first = confidences_of(held_out, fitted)[:, 0]
+    assert (np.argsort(at_first, kind="stable") == np.argsort(held_out[:, 0], kind="stable")).all()
+
+
+def test_smallest_of_equal_temperatures_wins() -> None:
+    # A logit of 0 gives one half at any temperature.
+    fitted = fit_temperatures(np.zeros((8, 2)), np.arange(8) % 3, np.full(8, 2), [2.0, 0.5, 1.0])
+    assert fitted.tolist() == [0.5, 0.5]
+
+
+def test_error_by_hand() -> None:
+    predictions = np.asarray([0.01, 0.02, 0.52, 0.54, 1.0])
+    is_true = [False, True, True, False, True]
+    # Bins 0 and 10 hold two each, the last the clipped certainty.
+    by_hand = (2 * abs(0.015 - 0.5) + 2 * abs(0.53 - 0.5) + 1e-8) / 5
+    assert_close(expected_calibration_error(predictions, is_true), by_hand, "formula_float64")
+    assert np.isnan(expected_calibration_error(predictions[:0], []))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    survivals = survivals_of([[1e4, -1e4, 0.0]], np.ones(3))
+    assert survivals.tolist() == [[1 - 1e-8, 1e-8, 1e-8]]
+
+
+def test_reliability_counts_every_round_once() -> None:
+    logits, accepted = traffic(seed=3, num_rounds=500)
+    rows = reliability(logits, accepted, TRUE_TEMPERATURES, position=2)
+    assert rows.number.sum() == 500
+    is_used = rows.number > 0
+    assert_close((rows.observed * rows.number)[is_used].sum(), (accepted >= 2).sum(), "formula_float64")
+    assert np.isnan(rows.predicted[~is_used]).all()
+    with pytest.raises(ValueError, match=r"position: got 0, expected 1\.\.5"):
+        reliability(logits, accepted, TRUE_TEMPERATURES, position=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_verified": [5, 4, 5]}, "got 1 of 3 rounds with fewer than 5 drafts verified"),
+        ({"num_verified": [5, 5]}, r"got logits \(3, 5\)"),
+        ({"logits": np.zeros((0, 5)), "num_accepted": [], "num_verified": []}, "n >= 1"),
+        ({"logits": np.full((3, 5), np.nan)}, "not finite"),
+        ({"num_accepted": [0, 6, 1]}, r"num_accepted 0\.\.6"),
+        ({"grid": [0.0, 1.0]}, "grid"),
+    ],
+    ids=["truncated", "shapes", "empty", "nan", "too many", "zero temperature"],
+)
+def test_fit_refuses(change, message: str) -> None:
+    rounds = {"logits": np.zeros((3, 5)), "num_accepted": [0, 5, 1], "num_verified": [5, 5, 5]}
+    with pytest.raises(ValueError, match=message):
+        fit_temperatures(**{**rounds, **change})
+
+
+@pytest.mark.parametrize(
+    ("params", "regime"),
+    [
+        (SamplingParams(temperature=0.0, top_p=0.5), GREEDY),
+        (SamplingParams(temperature=1e-6), GREEDY),
+        (SamplingParams(), SAMPLED),
+        (SamplingParams(temperature=0.6, top_k=-1, presence_penalty=1.0), SAMPLED),
+        (SamplingParams(top_k=20), FILTERED),
+        (SamplingParams(top_p=0.95), FILTERED),
+        (SamplingParams(min_p=0.05), FILTERED),
+    ],
+)
+def test_regime_of_a_request(params: SamplingParams, regime: int) -> None:
+    assert regime_of(params) == regime
+
+
+def test_regimes_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MIN_ROUNDS", 300)
+    logits, accepted = traffic(seed=4, num_rounds=2000)
+    regimes = np.where(np.arange(2000) < 1000, GREEDY, SAMPLED)
+    regimes[-200:] = FILTERED
+    # What is accepted in one regime says nothing of another.
+    accepted[regimes == GREEDY] = BLOCK
+    found = fit_calibration(logits, accepted, verified(accepted), regimes, {"model": "nano"})
+    assert found.temperatures["filtered"] == (1.0,) * BLOCK
+    own = regimes == SAMPLED
+    alone = fit_temperatures(logits[own], accepted[own], verified(accepted[own]))
+    assert found.temperatures["sampled"] == tuple(alone)
+    assert found.temperatures["greedy"][0] < found.temperatures["sampled"][0]
+    facts = found.source["regimes"]
+    assert found.source["model"] == "nano"
+    assert [facts[name]["rounds"] for name in REGIMES] == [1000, 800, 200]
+    assert not facts["filtered"]["fitted"]
+    assert sum(facts["sampled"]["error_after"]) < sum(facts["sampled"]["error_before"])
+
+
+def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    rows = {"greedy": (0.5, 2.0), "sampled": (1.25, 1.0), "filtered": (3.0, 0.75)}
+    calibration = Calibration(rows, {"rounds": 12})
+    calibration.save(tmp_path / CALIBRATION_FILE)
+    found = Calibration.load(tmp_path / CALIBRATION_FILE, block_size=2)
+    assert found == calibration
+    assert found.as_array().dtype == np.float32
+    assert found.as_array().tolist() == [[0.5, 2.0], [1.25, 1.0], [3.0, 0.75]]
+    assert (uncalibrated(BLOCK).as_array() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "a note"}, "got format"),
+        ({"version": 2}, "got format"),
+        ({"temperatures": [1.0]}, "got temperatures"),
+        ({"temperatures": {name: ["1", 1.0] for name in REGIMES}}, "got temperatures"),
+        ({"temperatures": {"greedy": [1.0, 1.0]}}, "got regimes"),
+        ({"temperatures": {name: [1.0, -1.0] for name in REGIMES}}, "positive"),
+        ({"temperatures": {"greedy": [1.0], "sampled": [1.0, 1.0], "filtered": [1.0]}}, "block size"),
+        ({"temperatures": {name: [1.0] * 3 for name in REGIMES}}, "3 positions, expected 2"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, change, message: str) -> None:
+    path = tmp_path / CALIBRATION_FILE
+    uncalibrated(2).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CalibrationError, match=message):
+        Calibration.load(path, block_size=2)
+
+
+@pytest.mark.parametrize("text", ["no json", "[1, 2]"])
+def test_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / CALIBRATION_FILE).write_text(text)
+    with pytest.raises(CalibrationError, match="fit"):
+        Calibration.load(tmp_path / CALIBRATION_FILE, block_size=2)
+
+
+def test_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    logits, accepted = traffic(seed=5, num_rounds=300)
+    series = {
+        name: [reliability(logits, accepted, temperatures, k) for k in range(1, BLOCK + 1)]
+        for name, temperatures in (("before", np.ones(BLOCK)), ("after", TRUE_TEMPERATURES))
+    }
+    figure = plot_reliability(series, tmp_path / "new" / "reliability.png")
+    assert (tmp_path / "new" / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert len(figure.axes) == BLOCK
+    # The diagonal and one line each.
+    assert [len(axes.lines) for axes in figure.axes] == [3] * BLOCK
+    with pytest.raises(ValueError, match="as many in every series"):
+        plot_reliability({"before": series["before"], "after": []})
+    with pytest.raises(ValueError, match="as many in every series"):
+        plot_reliability({})
+
+
+def test_matplotlib_is_imported_late() -> None:
+    code = "import sys, deepinfer_jax.spec_decode.plots; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
