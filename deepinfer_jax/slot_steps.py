@@ -7,6 +7,7 @@ Read next: `model/cache.py` (what is copied), `engine/runner.py` (who calls it).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,12 +46,12 @@ class Sequence(struct.PyTreeNode):
 SEQUENCE_WORDS = Sequence(slot=SLOT_WORDS, pages=PAGE_WORDS)  # pyright: ignore[reportArgumentType]
 
 
-@partial(jax.jit, static_argnames=("num_snapshots", "config", "window_slack", "numerics", "target"))
+@partial(jax.jit, static_argnames=("num_snapshots", "config", "sizes", "numerics", "target"))
 def empty_snapshots(
     *,
     num_snapshots: int,
     config: ModelConfig,
-    window_slack: int,
+    sizes: CacheConfig,
     numerics: Numerics,
     target: Target = ONE_DEVICE,
 ) -> SlotCache:
@@ -59,7 +60,7 @@ def empty_snapshots(
     Args:
         num_snapshots: over all devices.
         config: the architecture.
-        window_slack: as that of the slots.
+        sizes: of the slots; their rings are copied.
         numerics: the choice of arithmetic.
         target: where they lie.
 
@@ -69,7 +70,8 @@ def empty_snapshots(
 
     def make(_: Array) -> SlotCache:
         own = num_snapshots // axes_size(target.layout.axes_of("slots"))
-        return slot_cache(empty_cache(config, CacheConfig(own, 1, 1, window_slack), numerics))
+        places = replace(sizes, num_slots=own, pages_per_slot=1, num_pages=1)
+        return slot_cache(empty_cache(config, places, numerics))
 
     return target.run(make, jnp.zeros((), jnp.int32), words=(NUMBERS,), out=SLOT_WORDS)
 

@@ -13,22 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from .arithmetic import map_tiles
 from .arrays import NOTHING, Array
 from .config import CacheConfig, ModelConfig
 from .model.backbone import backbone, encode, head_logits, own_row_ids
 from .model.cache import Cache, empty_cache
+from .model.draft_weights import words_of
 from .model.numerics import Numerics
 from .model.rows import ROW_TILE, Rows, chunk_rows, text_rows
-from .model.weights import Weights, weight_words
+from .model.weights import Weights
 from .plans import ROWS_PER_BLOCK, Admission, PrefillPlan
 from .sampling.logits import Logprobs, token_logprobs
 from .sampling.sample import sample
 from .sampling.state import (
     RUNNING,
-    SamplerState,
     admit_parameters,
     empty_sampler,
     finish_reasons,
@@ -38,70 +37,7 @@ from .sampling.state import (
 from .sharding.exchange import axes_size, bring_chosen
 from .sharding.layout import Layout
 from .sharding.target import ONE_DEVICE, Target
-
-
-class EngineState(struct.PyTreeNode):
-    """State of B slots between steps.
-
-    Attributes:
-        cache: what the model keeps of the sequences.
-        sampler: sampling parameters and counts.
-        lengths: int32 [B], tokens in the cache; the next token's position.
-        tokens: int32 [B], the latest sampled token, not yet in the cache.
-        is_running: bool [B], whether the slot has a token to continue from.
-        is_forbidden: bool [V], tokens that no request may get.
-    """
-
-    cache: Cache
-    sampler: SamplerState
-    lengths: Array
-    tokens: Array
-    is_running: Array
-    is_forbidden: Array
-
-
-class StepOutput(struct.PyTreeNode):
-    """What the host learns of a step, for each of B slots.
-
-    Attributes:
-        tokens: int32 [B], the sampled token.
-        is_sampled: bool [B], whether the slot sampled one; the other fields count only there.
-        finish: int32 [B], RUNNING, STOPPED (the token is a stop token) or LENGTH.
-        is_invalid: bool [B], the logits held NaN, or left no token that may be sampled.
-        logprobs: float32 [B], the model's log-probability of the token.
-        top_ids: int32 [B, N], the model's most probable tokens.
-        top_logprobs: float32 [B, N].
-        prompt: log-probabilities of prompt tokens, where the step was told to report them.
-    """
-
-    tokens: Array
-    is_sampled: Array
-    finish: Array
-    is_invalid: Array
-    logprobs: Array
-    top_ids: Array
-    top_logprobs: Array
-    prompt: Logprobs | None = None
-
-
-def state_words() -> EngineState:
-    """Give the logical axes of the state's arrays, one tuple for all arrays below a field."""
-    slots: Any = ("slots",)
-    stacked: Any = ("layers", "slots")
-    pages: Any = ("sources", "pages")
-    whole: Any = ()
-    cache = Cache(
-        window=stacked,
-        compressed=pages,
-        page_table=slots,
-        pending_kv=stacked,
-        pending_score=stacked,
-        engram_ids=slots,
-        decoder_starts=slots,
-    )
-    return EngineState(
-        cache=cache, sampler=slots, lengths=slots, tokens=slots, is_running=slots, is_forbidden=whole
-    )
+from .step_state import DraftState, EngineState, StepOutput, state_words
 
 
 @partial(jax.jit, static_argnames=("config", "sizes", "numerics", "target"))
@@ -133,6 +69,11 @@ def initial_state(
         return EngineState(
             cache=empty_cache(config, own, numerics),
             sampler=empty_sampler(num_slots, config.vocab_size),
+            drafts=DraftState(
+                survivals=jnp.ones((num_slots, max(config.draft.block_size, 1)), jnp.float32),
+                choice=jnp.full((), NOTHING, jnp.int32),
+                num_skipped=jnp.zeros((), jnp.int32),
+            ),
             lengths=jnp.zeros(num_slots, jnp.int32),
             tokens=jnp.zeros(num_slots, jnp.int32),
             is_running=jnp.zeros(num_slots, bool),
@@ -164,9 +105,11 @@ def admit_step(state: EngineState, admission: Admission, *, target: Target = ONE
         cache = _with_pages(state.cache, admission.page_table, target)
         decoder_starts = jnp.where(is_new, admission.decoder_starts, cache.decoder_starts)
         seen = (jnp.asarray(admission.prompt_lengths), jnp.asarray(admission.num_generated))
+        survivals = jnp.where(is_new[:, None], jnp.float32(1), state.drafts.survivals)
         return state.replace(
             cache=cache.replace(decoder_starts=decoder_starts),
             sampler=admit_parameters(state.sampler, is_new, admission.parameters, *seen),
+            drafts=state.drafts.replace(survivals=survivals),
             lengths=jnp.where(is_new, admission.lengths, state.lengths),
             tokens=jnp.where(is_new, admission.tokens, state.tokens),
             is_running=jnp.where(is_new, admission.is_running, state.is_running),
@@ -223,7 +166,7 @@ def encode_step(
         cache = encode(weights, config, rows, state.cache, numerics, layout=target.layout)
         return _extend(state.replace(cache=cache), rows)
 
-    words = (weight_words(config), state_words(), ("slots",))
+    words = (words_of(weights, config), state_words(), ("slots",))
     return target.run(run, weights, state, plan, words=words, out=state_words())
 
 
@@ -282,7 +225,7 @@ def prefill_step(
         prompt = _prompt_logprobs(weights, *after, numerics, num_prompt_logprobs, layout)
         return state, output.replace(prompt=prompt)
 
-    words = (weight_words(config), state_words(), ("slots",))
+    words = (words_of(weights, config), state_words(), ("slots",))
     return target.run(run, weights, state, plan, words=words, out=(state_words(), ("slots",)))
 
 
@@ -320,7 +263,7 @@ def decode_step(
         state = state.replace(cache=cache, lengths=state.lengths + is_sampled.astype(jnp.int32))
         return _sample(weights, state, hidden, is_sampled, numerics, num_logprobs, layout)
 
-    words = (weight_words(config), state_words(), ("slots",))
+    words = (words_of(weights, config), state_words(), ("slots",))
     return target.run(run, weights, state, is_active, words=words, out=(state_words(), ("slots",)))
 
 
@@ -368,13 +311,13 @@ def _sample(
     finish = finish_reasons(sampler, tokens, is_sampled)
     is_running = jnp.where(is_sampled, (finish == RUNNING) & ~sampled.is_invalid, state.is_running)
     output = StepOutput(
-        tokens=tokens,
-        is_sampled=is_sampled,
+        tokens=tokens[:, None],
+        num_tokens=(is_sampled & ~sampled.is_invalid).astype(jnp.int32),
         finish=finish,
         is_invalid=sampled.is_invalid & is_sampled,
-        logprobs=sampled.logprob,
-        top_ids=sampled.top_ids,
-        top_logprobs=sampled.top_logprobs,
+        logprobs=sampled.logprob[:, None],
+        top_ids=sampled.top_ids[:, None],
+        top_logprobs=sampled.top_logprobs[:, None],
     )
     return state.replace(sampler=sampler, tokens=tokens, is_running=is_running), output
 

@@ -52,7 +52,7 @@ def state_of(seed: int) -> EngineState:
 
 
 def snapshots_of(seed: int) -> SlotCache:
-    return scrambled(empty_snapshots(num_snapshots=4, window_slack=2, **STATIC), seed)
+    return scrambled(empty_snapshots(num_snapshots=4, sizes=SIZES, **STATIC), seed)
 
 
 def host(tree: Any) -> Any:

@@ -155,8 +155,8 @@ class Engine:
         self.prefill({slot: span(slot, request.prompt) for slot, request in requests.items()})
 
     def read(self, output: StepOutput) -> None:
-        for slot in np.flatnonzero(output.is_sampled):
-            self.tokens[slot].append(int(output.tokens[slot]))
+        for slot in np.flatnonzero(output.num_tokens):
+            self.tokens[slot].append(int(output.tokens[slot, 0]))
 
 
 def of_slot(state: EngineState, slot: int, pages: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -294,7 +294,7 @@ def test_slots_that_wait_do_not_change(engine: Engine) -> None:
     before = of_slot(engine.state, 1, SECOND.pages)
     for _ in range(3):
         output = engine.decode((True, False))
-        assert output.is_sampled.tolist() == [True, False]
+        assert output.num_tokens.tolist() == [1, 0]
     assert engine.state.lengths.tolist() == [8, 20]
     assert [len(tokens) for tokens in engine.tokens] == [4, 1]
     assert_same(of_slot(engine.state, 1, SECOND.pages), before)
@@ -317,7 +317,7 @@ def test_slots_without_a_request_do_nothing(weights: Weights) -> None:
     empty = of_slot(engine.state, 1, SECOND.pages)
     engine.start({0: FIRST})
     for _ in range(3):
-        assert engine.decode().is_sampled.tolist() == [True, False]
+        assert engine.decode().num_tokens.tolist() == [1, 0]
     assert_same(of_slot(engine.state, 1, SECOND.pages), empty)
 
 
@@ -332,7 +332,7 @@ def test_tokens_come_only_where_a_prompt_ends(weights: Weights) -> None:
     assert [len(tokens) for tokens in engine.tokens] == [0, 1]
     # Without a token to continue from, decoding leaves the slot alone.
     before = of_slot(engine.state, 0, SECOND.pages)
-    assert engine.decode().is_sampled.tolist() == [False, True]
+    assert engine.decode().num_tokens.tolist() == [0, 1]
     assert_same(of_slot(engine.state, 0, SECOND.pages), before)
     engine.prefill({0: span(0, SECOND.prompt, 18)})
     straight = Engine(weights)
@@ -363,7 +363,7 @@ def test_a_finished_slot_stays_finished(weights: Weights, engine: Engine, how: s
     for _ in range(3):
         engine.decode()
         output = ended.decode()
-        assert output.is_sampled.tolist() == [False, True]
+        assert output.num_tokens.tolist() == [0, 1]
         assert output.finish.tolist() == [RUNNING, RUNNING]
     assert_same(of_slot(ended.state, 0, FIRST.pages), before)
     # Its last token was sampled, so that it is not in the cache.
@@ -375,7 +375,7 @@ def test_a_first_token_can_be_the_last(weights: Weights) -> None:
     engine = Engine(weights)
     engine.start({0: FIRST._replace(params=replace(PENALIZED, max_tokens=1)), 1: SECOND})
     assert engine.state.is_running.tolist() == [False, True]
-    assert engine.decode().is_sampled.tolist() == [False, True]
+    assert engine.decode().num_tokens.tolist() == [0, 1]
 
 
 def test_an_invalid_slot_stops_and_leaves_its_neighbour(weights: Weights, engine: Engine) -> None:
@@ -389,7 +389,7 @@ def test_an_invalid_slot_stops_and_leaves_its_neighbour(weights: Weights, engine
     for _ in range(3):
         engine.decode()
         output = poisoned.decode()
-        assert (output.is_sampled.tolist(), output.is_invalid.tolist()) == ([False, True], [False, False])
+        assert (output.num_tokens.tolist(), output.is_invalid.tolist()) == ([0, 1], [False, False])
     assert poisoned.tokens[1] == engine.tokens[1]
     assert_same(*(of_slot(one.state, 1, SECOND.pages) for one in (poisoned, engine)))
 
