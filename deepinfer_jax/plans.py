@@ -17,8 +17,11 @@ from .config import NOTHING
 from .sampling_params import MAX_LOGPROBS, RequestError
 from .slot_parameters import SlotParameters
 
-SLOT_BUCKETS = (1, 8, 64)
-"""Sequences that run together; a larger batch is cut into groups of the last size."""
+SLOT_BUCKETS = (1, 8, 16, 64, 256)
+"""Sequences that run together."""
+
+DEFAULT_SLOTS = 64
+"""Sequences that run together unless the user says more; more requests than that wait."""
 
 ROW_BUCKETS = (64, 256)
 """Rows of one prefill step, over all slots."""
@@ -33,7 +36,15 @@ ROWS_PER_BLOCK = 16
 """Adjacent rows of a prefill step that are sure to share a slot, so that kernels share its index keys."""
 
 PREFILL_MODES = ("exact", "bounded")
-"""Whether the decoder half sees a whole prompt, or only its last `sliding_window + slack` tokens."""
+"""Whether the decoder half sees a whole prompt, or only its last `sliding_window` tokens."""
+
+DRAFT_MODES = ("off", "fixed", "dynamic", "threshold", "early_stop")
+"""How many drafts are verified: none are made; all; as many as pay; up to the first of low confidence;
+as the greedy search with an early stop finds."""
+
+VERIFICATION_MODES = ("coupled", "rejection", "block")
+"""How drafts are accepted: where they equal the tokens of plain decoding with the same seed; by rejection
+sampling, token by token; by rejection sampling of whole blocks."""
 
 
 class Admission(NamedTuple):
@@ -97,7 +108,8 @@ class StepPlan:
         admission: requests that start in a slot, with the pages of all slots.
         page_table: int32 [B, pages of a slot], where only that changed.
         notes: (slot, token ids) of sequences that come without rows, for the penalties.
-        is_decoding: bool [B], slots that run their latest token.
+        is_decoding: bool [B], slots that run their latest token, and drafts after it.
+        draft_choice: which schedule of drafts to run, NOTHING for the devices to choose.
         encode: prompt rows for the encoder half alone.
         prefill: prompt rows for all layers.
         saves_after: (snapshot, slot) to copy at the end.
@@ -112,6 +124,7 @@ class StepPlan:
     page_table: np.ndarray | None = None
     notes: list[tuple[int, np.ndarray]] = field(default_factory=list)
     is_decoding: np.ndarray | None = None
+    draft_choice: int = NOTHING
     encode: PrefillPlan | None = None
     prefill: PrefillPlan | None = None
     saves_after: list[tuple[int, int]] = field(default_factory=list)

@@ -49,7 +49,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"arrays", "sharding", "kernels", "plans"},
     "sampling": {"arrays", "arithmetic", "sampling_params", "slot_parameters"},
     "spec_decode": {"model", "sampling", "plans"},
-    "step": {"model", "spec_decode", "sampling", "plans"},
+    # What the host learns from steps with drafts, and weighs them by.
+    "spec_decode.calibrate": set(),
+    "spec_decode.calibration": {"sampling_params", "spec_decode.calibrate"},
+    "spec_decode.plots": {"spec_decode.calibrate"},
+    "spec_decode.summary": set(),
+    "spec_decode.stats": {"config", "spec_decode.calibration", "spec_decode.summary"},
+    "spec_decode.costs": set(),
+    "spec_decode.guard": set(),
+    "step_state": {"model", "sampling"},
+    "step": {"model", "spec_decode", "sampling", "plans", "step_state"},
+    "speculate": {"model", "spec_decode", "sampling", "plans", "step_state"},
     "slot_steps": {"step"},
     "lab": {"step", "sharding", "checkpoint.names", "lab_compile", "lab_model"},
     "lab_model": {"step", "sharding"},
@@ -64,14 +74,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.request": {"config", "sampling_params", "engine.prefix"},
     "engine.places": {"config", "engine.pages", "engine.prefix", "engine.request"},
     "engine.admission": {"config", "plans", "slot_parameters", "engine.request"},
-    "engine.scheduler": {"config", "plans", "engine_config", "engine.places", "engine.admission"},
+    "engine.lengths": {"engine.request"},
+    "engine.scheduler": {
+        *("config", "plans", "engine_config", "engine.places", "engine.admission", "engine.lengths"),
+    },
     "engine.reading": {"engine.request"},
     "engine.stats": {"engine.prefix"},
     "engine.handoff": set(),
     # The device side knows no request, and both meet without any text.
     "engine.progress": set(),
     "engine.target": {"step", "sharding"},
-    "engine.runner": {"step", "slot_steps", "plans", "engine.target", "engine.progress"},
+    "engine.drafting": {"speculate", "engine_config", "spec_decode", "engine.target"},
+    "engine.runner": {
+        *("step", "speculate", "slot_steps", "plans", "engine.target", "engine.progress", "engine.drafting"),
+    },
     "engine.handover": {"model", "engine_config", "engine.handoff", "engine.request"},
     "engine.dispatch": set(),
     "engine.engine": {
@@ -108,13 +124,19 @@ NEVER: dict[str, set[str]] = {"testing": {"engine", "cli"}}
 ENGINE_HOST = (
     *("engine.request", "engine.scheduler", "engine.pages", "engine.prefix", "engine.places"),
     *("engine.admission", "engine.reading", "engine.stats", "engine.handoff", "engine.progress"),
+    "engine.lengths",
     "engine.dispatch",
+)
+DRAFT_VALUES = tuple(
+    f"spec_decode.{name}"
+    for name in ("calibrate", "calibration", "plots", "summary", "stats", "costs", "guard")
 )
 ENGINE_VALUES = ("engine.completion", "engine.jobs", "engine.show")
 NO_JAX = (
     *("config", "config_json", "plans", "engine_config", "sampling_params", "slot_parameters", "text"),
     *ENGINE_HOST,
     *ENGINE_VALUES,
+    *DRAFT_VALUES,
 )
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 

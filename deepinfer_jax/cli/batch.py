@@ -16,18 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..plans import SLOT_BUCKETS
+from ..plans import DEFAULT_SLOTS, DRAFT_MODES, SLOT_BUCKETS, VERIFICATION_MODES
 from ..sampling_params import RequestError
 from ..text.jsonl import line_keys, numbered_lines
 from ..text.record_file import OutputError, RecordFile
 from ..text.records import DoneLines
 from . import EXIT_FAILED, EXIT_INTERRUPTED
 from .batch_lines import PENDING_PER_SLOT, Tally, run_batch
-from .options import add_model_options
+from .options import add_model_options, draft_options, draft_words
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..engine_config import EngineConfig
+    from ..spec_decode.summary import DraftSummary
 
 ORDERS = ("input", "finish")
 
@@ -80,7 +81,10 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     )
     slots = ", ".join(map(str, SLOT_BUCKETS))
     parser.add_argument(
-        "--slots", type=int, metavar="N", help=f"requests that run together: {slots} (default: the last)"
+        "--slots",
+        type=int,
+        metavar="N",
+        help=f"requests that run together: {slots} (default: {DEFAULT_SLOTS})",
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens of a prompt and its output")
     parser.add_argument(
@@ -99,9 +103,14 @@ def run(options: argparse.Namespace) -> int:
 
     if options.max_pending is not None and options.max_pending < 1:
         raise RequestError(f"--max-pending: got {options.max_pending}, expected 1 or more; change it")
-    sizes = EngineConfig(prefill=options.prefill, num_slots=options.slots, max_context=options.max_context)
+    sizes = EngineConfig(
+        prefill=options.prefill,
+        num_slots=options.slots,
+        max_context=options.max_context,
+        **draft_options(options),
+    )
     settings = _settings(options)
-    tally, started = Tally(), time.monotonic()
+    tally, started, draft = Tally(), time.monotonic(), None
     try:
         with _open_input(options) as lines, RecordFile(options.output) as output:
             keys = line_keys(lines, settings)
@@ -112,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
             tally.num_failed = done.num_failed
             # Only now is the output touched: nothing was refused.
             if tally.num_done < tally.num_lines:
-                _run_rest(options, sizes, settings, lines, output, done, tally)
+                draft = _run_rest(options, sizes, settings, lines, output, done, tally)
             else:
                 output.cut(done.size)
     except KeyboardInterrupt:
@@ -122,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     except OutputError as error:
         _say(f"deepinfer_jax batch: {error}")
         return EXIT_FAILED
-    _say(_summary(tally, time.monotonic() - started))
+    _say(_summary(tally, time.monotonic() - started) + draft_words(draft))
     return EXIT_FAILED if tally.num_failed else 0
 
 
@@ -134,8 +143,8 @@ def _run_rest(
     output: RecordFile,
     done: DoneLines,
     tally: Tally,
-) -> None:
-    """Load the model and run the lines that have no record."""
+) -> DraftSummary | None:
+    """Load the model and run the lines that have no record; give what came of drafts, if any were made."""
     from ..engine.llm import LLM
     from ..sharding.mesh import MeshShape, simulate_devices
 
@@ -165,12 +174,16 @@ def _run_rest(
                 tally=tally,
                 refresh=refresh,
             )
+        return llm.stats.draft
 
 
 def _settings(options: argparse.Namespace) -> str:
     """Spell out what a result depends on besides its line; the order and the memory do not count."""
     names = ("numerics", "cache_format", "no_batch_invariant", "prefill", "mesh", "layout", "max_context")
     chosen = {name: getattr(options, name) for name in names}
+    if options.drafts != DRAFT_MODES[0] and options.verification != VERIFICATION_MODES[0]:
+        # Only coupled drafts change no token.
+        chosen |= draft_options(options)
     return json.dumps({"model": _fingerprint(options.model), **chosen})
 
 

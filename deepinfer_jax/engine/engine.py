@@ -22,11 +22,15 @@ from ..model.numerics import Numerics
 from ..model.weights import Weights
 from ..plans import LOGPROB_BUCKETS, ROW_BUCKETS, StepPlan
 from ..sampling_params import RequestError, SamplingParams, check_request
+from ..spec_decode.calibration import Calibration
+from ..spec_decode.costs import CostTable
 from ..step import ONE_DEVICE, StepOutput, Target
 from .dispatch import Dispatcher
+from .drafting import Drafting
 from .handoff import PrefilledRequest
 from .handover import check_arrays, describe, restore, settings_of
-from .reading import read_prompt_logprobs, read_token
+from .lengths import accept
+from .reading import read_prompt_logprobs, read_tokens
 from .request import ABORTED_REASON, HANDED_OVER_REASON, LENGTH_REASON, Request, num_pages
 from .runner import Outputs, Runner
 from .scheduler import Scheduled, Scheduler
@@ -40,6 +44,7 @@ class Engine:
     Attributes:
         on_dispatch: called with the time at which a step was given to the devices and its results, which
             are still being computed; None by default.
+        drafting: what steps are told of drafts and what came of these; None where none are made.
 
     Args:
         weights: the loaded weights.
@@ -48,6 +53,8 @@ class Engine:
         options: how requests are run.
         forbidden_ids: tokens that no request may get, besides the image token.
         target: where the weights lie.
+        calibration: temperatures of the confidence in drafts; all 1 by default.
+        costs: step times measured on these devices, for the schedules of drafts that weigh them.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class Engine:
         options: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         forbidden_ids: Sequence[int] = (),
         target: Target = ONE_DEVICE,
+        calibration: Calibration | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         self.config, self.numerics, self.options, self.target = config, numerics, options, target
         shares = num_slot_shares(target)
@@ -68,12 +77,17 @@ class Engine:
         is_forbidden = np.zeros(config.vocab_size, bool)
         is_forbidden[[config.image_token_id, *forbidden_ids]] = True
         sizes = (self.sizes, options.snapshots(shares))
-        self.runner = Runner(weights, config, numerics, *sizes, is_forbidden, target)
+        self.drafting = None
+        if options.num_drafts(config):
+            controls = (config, options, self.sizes, numerics, calibration, costs, target)
+            self.drafting = Drafting(*controls)
+        self.runner = Runner(weights, config, numerics, *sizes, is_forbidden, target, self.drafting)
         self.on_dispatch: Callable[[float, Outputs], object] | None = None
         # Processes that share a mesh must give it the same work in the same order: no thread there.
-        is_shared = target.mesh is not None and target.mesh.is_multi_process
-        self._dispatcher = Dispatcher(has_thread=options.overlap > 0 and not is_shared)
-        self._unread: deque[tuple[Scheduled, Future[Outputs]]] = deque()
+        self._is_shared = target.mesh is not None and target.mesh.is_multi_process
+        self._dispatcher = Dispatcher(has_thread=options.overlap > 0 and not self._is_shared)
+        self._unread: deque[tuple[Scheduled, Future[tuple[float, Outputs]]]] = deque()
+        self._ready_at = 0.0
         self._num_steps = self._num_generated = 0
         self._seconds = {"host": 0.0, "dispatch": 0.0, "wait": 0.0, "busy": 0.0}
 
@@ -105,6 +119,7 @@ class Engine:
             pages_used=places.num_pages_used,
             pages=self.sizes.num_pages,
             waiting=len(scheduler.waiting),
+            draft=None if self.drafting is None else self.drafting.stats.summary(),
         )
 
     def submit(
@@ -238,23 +253,31 @@ class Engine:
     def _dispatch(self, scheduled: Scheduled) -> None:
         for request in scheduled.admitted:
             request.entered_at = request.entered_at or time.monotonic()
+        if self.drafting is not None:
+            for request in scheduled.admitted:
+                self.drafting.forget(request.slot)
+            scheduled.plan.draft_choice = self.drafting.choice(list(scheduled.decoded))
         self._unread.append((scheduled, self._dispatcher.submit(partial(self._run, scheduled.plan))))
         self._num_steps += 1
 
-    def _run(self, plan: StepPlan) -> Outputs:
+    def _run(self, plan: StepPlan) -> tuple[float, Outputs]:
         started = time.monotonic()
         outputs = self._timed("dispatch", lambda: self.runner.run(plan))
         if self.on_dispatch is not None:
             self.on_dispatch(started, outputs)
-        return outputs
+        return started, outputs
 
     def _read(self) -> list[Request]:
-        scheduled, outputs = self._unread.popleft()
-        read = self._timed("wait", lambda: self.runner.read(outputs.result()))
-        return self._timed("host", lambda: self._accept(scheduled, read))
+        scheduled, run = self._unread.popleft()
+        started, outputs = self._timed("wait", run.result)
+        read = self._timed("wait", lambda: self.runner.read(outputs))
+        now = time.monotonic()
+        milliseconds = 1000 * (now - max(started, self._ready_at))
+        self._ready_at = now
+        return self._timed("host", lambda: self._accept(scheduled, read, milliseconds))
 
-    def _accept(self, scheduled: Scheduled, outputs: Outputs) -> list[Request]:
-        """Note what a step gave."""
+    def _accept(self, scheduled: Scheduled, outputs: Outputs, milliseconds: float) -> list[Request]:
+        """Note what a step gave, and how long it took."""
         changed = []
         for request, start, count, first_row in scheduled.prompt_rows:
             assert outputs.prefill is not None and outputs.prefill.prompt is not None
@@ -262,20 +285,40 @@ class Engine:
         for request in scheduled.ended:
             self.scheduler.finish(request, LENGTH_REASON)
             changed.append(request)
+        if outputs.decode is not None and outputs.decode.drafts is not None:
+            is_alone = scheduled.plan.prefill is None and scheduled.plan.encode is None
+            # Each process has its own clock, and all must choose alike.
+            is_timed = is_alone and not self._is_shared
+            self._accept_drafts(scheduled.decoded, outputs.decode, milliseconds if is_timed else None)
         for requests, output in ((scheduled.decoded, outputs.decode), (scheduled.sampled, outputs.prefill)):
             for slot, request in sorted(requests.items()):
-                request.in_flight -= 1
-                if output is not None and output.is_sampled[slot] and not request.is_over:
-                    self._accept_token(request, slot, output)
+                assert output is not None
+                if self._accept_tokens(request, slot, output):
                     changed.append(request)
         return changed
 
-    def _accept_token(self, request: Request, slot: int, output: StepOutput) -> None:
+    def _accept_drafts(
+        self, requests: dict[int, Request], output: StepOutput, milliseconds: float | None
+    ) -> None:
+        """Count the rows of a step with drafts, and learn from it for those who are still there."""
+        assert output.drafts is not None and self.drafting is not None
+        self.scheduler.count_rows(int(np.asarray(output.drafts.num_rows)[list(requests)].sum()))
+        present = {slot: request.params for slot, request in requests.items() if not request.is_over}
+        self.drafting.note(present, output, milliseconds)
+
+    def _accept_tokens(self, request: Request, slot: int, output: StepOutput) -> bool:
+        """Note what a slot gave its request; tell whether anything came of it."""
+        num_given = int(output.num_tokens[slot])
+        if request.is_over or not (num_given or output.is_invalid[slot]):
+            request.in_flight -= 1
+            return False
         num_tokens = len(request.token_ids)
-        reason = read_token(request, slot, output)
+        reason = read_tokens(request, slot, output)
         self._num_generated += len(request.token_ids) - num_tokens
+        accept(request, num_given, reason is not None)
         if reason is not None:
             self.scheduler.finish(request, reason)
+        return True
 
     def _timed[T](self, what: str, work: Callable[[], T]) -> T:
         started = time.monotonic()

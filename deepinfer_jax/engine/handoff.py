@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file; another one is refused."""
 
 _METADATA_KEY = "deepinfer_jax.prefilled_request"

@@ -52,6 +52,7 @@ def settings_of(
         "prefill": options.prefill,
         "sliding_window": config.sliding_window,
         "window_slack": sizes.window_slack,
+        "draft_layers": sizes.num_draft_layers,
         "page_tokens": PAGE_TOKENS,
     }
 

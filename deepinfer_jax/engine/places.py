@@ -98,34 +98,42 @@ class Places:
                 return Entry.ENTERED
         return Entry.FULL
 
-    def grow(self, request: Request) -> bool:
-        """Give a request the page of its next position, if there is one.
+    def grow(self, request: Request, num_positions: int) -> bool:
+        """Give a request the pages of its first positions, if they are there.
+
+        Args:
+            request: a running one.
+            num_positions: that must have pages.
 
         Returns:
-            Whether it has the page.
+            Whether it has the pages.
         """
-        number = request.num_computed // PAGE_TOKENS
-        if number < len(request.pages):
+        first, missing = len(request.pages), num_pages(num_positions) - len(request.pages)
+        if missing <= 0:
             return True
         share = self.share_of(request.slot)
-        if not self._free(share, 1):
+        if not self._free(share, missing):
             return False
-        request.pages += self.pools[share].take(1)
-        self.page_table[request.slot, number] = request.pages[number]
+        request.pages += self.pools[share].take(missing)
+        self.page_table[request.slot, first : len(request.pages)] = request.pages[first:]
         self.has_changed = True
         return True
 
-    def save(self, request: Request) -> list[tuple[int, int]]:
-        """Keep the window state at a request's position, a page boundary, for reuse.
+    def save(self, request: Request, boundary: int) -> list[tuple[int, int]]:
+        """Keep the window state at a page boundary for reuse.
+
+        Args:
+            request: one whose slot holds that state, whatever it holds besides.
+            boundary: a multiple of `PAGE_TOKENS`.
 
         Returns:
             (snapshot, slot) to copy, or nothing.
         """
-        position = request.num_computed
         has_decoder = request.decoder_start == 0
-        if not self.has_cache or not position or (position > request.decoder_start and not has_decoder):
+        if not self.has_cache or not boundary or (boundary > request.decoder_start and not has_decoder):
             return []
-        cache, keys = self.caches[self.share_of(request.slot)], request.keys(position)
+        request.num_saved = boundary
+        cache, keys = self.caches[self.share_of(request.slot)], request.keys(boundary)
         cache.store(keys, request.pages[: len(keys)])
         if keys[-1] in request.promised:
             request.promised.remove(keys[-1])
@@ -218,6 +226,7 @@ class Places:
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
         """Note from where a request runs on."""
+        request.num_saved = match.length
         if request.sequence is not None:
             request.phase, request.rows_to_run = Phase.DECODING, request.known_ids()[:-1]
             request.num_reused = request.num_computed = request.num_known - 1

@@ -14,8 +14,8 @@ STOPPED, LENGTH = 1, 2
 """Finish reasons of the devices, as in `sampling.state`, which imports JAX; a test compares them."""
 
 
-def read_token(request: Request, slot: int, output) -> str | None:
-    """Note the token that a slot sampled for its request.
+def read_tokens(request: Request, slot: int, output) -> str | None:
+    """Note the tokens that a slot gave its request.
 
     Args:
         request: whom the slot belonged to.
@@ -25,16 +25,18 @@ def read_token(request: Request, slot: int, output) -> str | None:
     Returns:
         The reason why the request is over now, None if it goes on.
     """
-    if output.is_invalid[slot]:
-        return INVALID_REASON
-    token, finish = int(output.tokens[slot]), int(output.finish[slot])
+    tokens = output.tokens[slot, : output.num_tokens[slot]].tolist()
+    finish = int(output.finish[slot]) if tokens else None
     if finish == STOPPED:
-        request.stop_token = token
-        return STOP_REASON
-    request.token_ids.append(token)
+        request.stop_token = tokens.pop()
+    request.token_ids += tokens
     if request.params.logprobs is not None:
-        request.logprobs.append(_logprobs(output, slot, request.params.logprobs))
-    return LENGTH_REASON if finish == LENGTH else None
+        request.logprobs += [
+            _logprobs(output, (slot, place), request.params.logprobs) for place in range(len(tokens))
+        ]
+    if finish == STOPPED or finish == LENGTH:
+        return STOP_REASON if finish == STOPPED else LENGTH_REASON
+    return INVALID_REASON if output.is_invalid[slot] else None
 
 
 def read_prompt_logprobs(request: Request, start: int, count: int, first_row: int, prompt) -> None:
@@ -54,6 +56,6 @@ def read_prompt_logprobs(request: Request, start: int, count: int, first_row: in
             request.prompt_logprobs.append(_logprobs(prompt, first_row + position - start, wanted))
 
 
-def _logprobs(arrays, row: int, count: int) -> TokenLogprobs:
-    ids, values = arrays.top_ids[row, :count].tolist(), arrays.top_logprobs[row, :count].tolist()
+def _logprobs(arrays, row: int | tuple[int, int], count: int) -> TokenLogprobs:
+    ids, values = arrays.top_ids[row][:count].tolist(), arrays.top_logprobs[row][:count].tolist()
     return TokenLogprobs(float(np.asarray(arrays.logprobs)[row]), dict(zip(ids, values, strict=True)))

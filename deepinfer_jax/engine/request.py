@@ -63,11 +63,13 @@ class Request:
         phase: where it is.
         slot: where it runs, NOTHING while it does not.
         pages: page of each 128 positions.
-        num_computed: positions whose rows have been given to the devices.
+        num_computed: positions whose rows have been given to the devices, at least: an unread step with
+            drafts counts as one row.
         rows_to_run: int32, tokens to run as rows before the next one is sampled.
         num_reused: positions that were in the cache when it got its slot.
+        num_saved: positions up to the last page boundary whose window state it left for reuse, or found.
         restored: snapshot that its slot starts from.
-        in_flight: sampled tokens that the host has not read yet.
+        in_flight: steps whose tokens, at least one each, the host has not read yet.
         cuts: positions at which a chunk must end, so that the window state there can be stored.
         promised: keys of the boundaries that it will store.
         is_held: whether it stops after its first token, to be handed to another engine.
@@ -93,6 +95,7 @@ class Request:
     num_computed: int = 0
     rows_to_run: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     num_reused: int = 0
+    num_saved: int = 0
     restored: int | None = None
     in_flight: int = 0
     cuts: Sequence[int] = ()

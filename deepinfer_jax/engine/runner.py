@@ -30,6 +30,7 @@ from ..slot_steps import (
     save_step,
     slot_axis,
 )
+from ..speculate import PLAN_WORDS, speculate_step
 from ..step import (
     ONE_DEVICE,
     StepOutput,
@@ -41,6 +42,7 @@ from ..step import (
     page_step,
     prefill_step,
 )
+from .drafting import Drafting
 from .progress import working_on
 from .target import num_slot_shares, to_devices, to_host
 
@@ -72,6 +74,7 @@ class Runner:
         num_snapshots: over all devices.
         is_forbidden: bool [V], tokens that no request may get.
         target: where the weights lie.
+        drafting: what steps are told of drafts; None to make none.
     """
 
     def __init__(
@@ -83,8 +86,12 @@ class Runner:
         num_snapshots: int,
         is_forbidden: np.ndarray,
         target: Target = ONE_DEVICE,
+        drafting: Drafting | None = None,
     ) -> None:
-        self.weights, self.config, self.numerics, self.target = weights, config, numerics, target
+        # Without drafts no step needs their weights, and all programs are those of a model without.
+        self.weights = weights if drafting is not None else weights.replace(draft=None)
+        self.config, self.numerics, self.target = config, numerics, target
+        self.drafting = drafting
         self.sizes, self.num_snapshots, self.is_forbidden = sizes, num_snapshots, is_forbidden
         self.slots_each = sizes.num_slots // num_slot_shares(target)
         self._static = {"config": config, "numerics": numerics, "target": target}
@@ -103,9 +110,8 @@ class Runner:
         is_forbidden = to_devices(self.is_forbidden, (), self.target)
         self.state = initial_state(is_forbidden, sizes=self.sizes, **self._static)
         if self.num_snapshots:
-            slack = self.sizes.window_slack
             self.snapshots = empty_snapshots(
-                num_snapshots=self.num_snapshots, window_slack=slack, **self._static
+                num_snapshots=self.num_snapshots, sizes=self.sizes, **self._static
             )
 
     def close(self) -> None:
@@ -130,8 +136,7 @@ class Runner:
         self._move(plan)
         decode = prefill = None
         if plan.is_decoding is not None:
-            options = {"num_logprobs": plan.num_logprobs}
-            decode = self._step("decode", decode_step, plan.is_decoding, 1, options)
+            decode = self._decode(plan.is_decoding, plan.draft_choice, plan.num_logprobs)
         if plan.encode is not None:
             self._step("encode", encode_step, plan.encode, len(plan.encode.token_ids), {})
         if plan.prefill is not None:
@@ -201,6 +206,15 @@ class Runner:
         numbers = (*self._numbers(slot), np.asarray(pages))
         self.state = import_step(self.state, sequence, *numbers, target=self.target)
 
+    def _decode(self, is_decoding: np.ndarray, choice: int, num_logprobs: int) -> StepOutput | None:
+        """Run the latest tokens of some slots, with drafts behind them if any are made."""
+        options: dict[str, Any] = {"num_logprobs": num_logprobs}
+        if self.drafting is None:
+            return self._step("decode", decode_step, is_decoding, 1, options)
+        options |= {"speculation": self.drafting.speculation}
+        plan = self.drafting.plan(is_decoding, choice)
+        return self._step("decode with drafts", speculate_step, plan, 1, options, PLAN_WORDS)
+
     def _move(self, plan: StepPlan) -> None:
         """Do all of a plan that computes nothing."""
         for snapshot, slot in plan.saves_before:
@@ -231,10 +245,16 @@ class Runner:
         return tuple(np.array(number, np.int32) for number in numbers)
 
     def _step(
-        self, name: str, step: Callable[..., Any], plan: Any, num_rows: int, options: dict[str, Any]
+        self,
+        name: str,
+        step: Callable[..., Any],
+        plan: Any,
+        num_rows: int,
+        options: dict[str, Any],
+        words: Any = ("slots",),
     ) -> StepOutput | None:
         """Call a step, and say so while it is compiled."""
-        plan = to_devices(plan, ("slots",), self.target)
+        plan = to_devices(plan, words, self.target)
         key = (name, num_rows, self.sizes, *options.values(), *self._static.values())
         slots, capacity = self.sizes.num_slots, self.sizes.capacity
         message = f"compiling {name} for {slots} slots x {capacity} tokens, once per machine"

@@ -28,6 +28,7 @@ from ..plans import (
 )
 from ..sampling_params import RequestError
 from .admission import admission_of, moving_plans, notes_of
+from .lengths import boundary_to_save, positions_to_own
 from .places import Entry, Places
 from .request import Phase, Request
 
@@ -39,7 +40,7 @@ class Scheduled:
     Attributes:
         plan: what the devices do.
         admitted: requests that got a slot.
-        decoded: requests that run their latest token, by slot.
+        decoded: requests that run their latest token, and drafts after it, by slot.
         sampled: requests whose prompt ends and that get a token, by slot.
         prompt_rows: (request, first position, number of rows, first row) of reported prompt tokens.
         ended: requests of no tokens whose prompt ends.
@@ -75,7 +76,7 @@ class Scheduler:
         row_buckets: tuple[int, ...] = ROW_BUCKETS,
     ) -> None:
         self.config, self.options, self.sizes = config, options, sizes
-        self.row_shares = row_shares
+        self.row_shares, self.num_drafts = row_shares, options.num_drafts(config)
         self.row_buckets = tuple(size for size in row_buckets if size <= options.max_rows)
         self.waiting: list[Request] = []
         self.places = Places(sizes, options.snapshots(slot_shares), slot_shares)
@@ -109,8 +110,8 @@ class Scheduler:
         request.number = self._num_submitted
         self._num_submitted += 1
         if self.options.prefill == "bounded" and request.params.prompt_logprobs is None:
-            kept = self.config.sliding_window + self.sizes.window_slack
-            request.decoder_start = max(0, len(request.prompt) - kept)
+            # As many with slack as without, so that drafts change no token.
+            request.decoder_start = max(0, len(request.prompt) - self.config.sliding_window)
         self.waiting.append(request)
 
     def plan(self) -> Scheduled | None:
@@ -182,7 +183,7 @@ class Scheduler:
         self.places.forget()
 
     def _grow(self, plan: StepPlan) -> bool:
-        """Give every running sequence the page of its next token; preempt the latest where there is none.
+        """Give every running sequence the pages of its next step; preempt the latest where there are none.
 
         Returns:
             Whether any request had to give way.
@@ -191,9 +192,11 @@ class Scheduler:
         for request in self.places.in_order():
             if not _can_decode(request):
                 continue
-            if request.num_computed % PAGE_TOKENS == 0 and request.num_known >= request.num_computed:
-                plan.saves_before += self.places.save(request)
-            while request.phase is Phase.DECODING and not self.places.grow(request):
+            boundary = boundary_to_save(request, self.num_drafts, self.sizes.window_slack)
+            if boundary is not None:
+                plan.saves_before += self.places.save(request, boundary)
+            num_positions = positions_to_own(request, self.num_drafts)
+            while request.phase is Phase.DECODING and not self.places.grow(request, num_positions):
                 self._preempt(self.places.latest_beside(request))
                 is_crowded = True
         return is_crowded
@@ -240,8 +243,17 @@ class Scheduler:
             request.num_computed += 1
             request.in_flight += 1
             scheduled.decoded[request.slot] = request
-        self.num_encoder_rows += len(decoding)
-        self.num_decoder_rows += len(decoding)
+        if not self.num_drafts:
+            self.count_rows(len(decoding))
+
+    def count_rows(self, num_rows: int) -> None:
+        """Count rows that went through all layers after the prompts; with drafts the devices say how many.
+
+        Args:
+            num_rows: of one step.
+        """
+        self.num_encoder_rows += num_rows
+        self.num_decoder_rows += num_rows
 
     def _prefill(self, scheduled: Scheduled) -> None:
         """Fill the rest of the budget with chunks of prompts, in the order of arrival."""
@@ -275,7 +287,7 @@ class Scheduler:
             return rows
         running = sum(self.places.share_of(slot) == share for slot in scheduled.decoded)
         # A prompt always advances, so that nothing waits for ever behind a full house.
-        left = max(self.options.token_budget - running, ROWS_PER_BLOCK)
+        left = max(self.options.token_budget - running * (1 + self.num_drafts), ROWS_PER_BLOCK)
         return min(rows, left // ROWS_PER_BLOCK * ROWS_PER_BLOCK)
 
     def _next_piece(self, request: Request, room: int) -> PromptSpan | None:
@@ -292,7 +304,7 @@ class Scheduler:
         """Note that a chunk runs in this step."""
         request.num_computed = piece.stop
         if piece.stop in request.cuts:
-            scheduled.plan.saves_after += self.places.save(request)
+            scheduled.plan.saves_after += self.places.save(request, piece.stop)
         if piece.stop < request.target_length:
             return
         request.phase = Phase.DECODING

@@ -7,6 +7,7 @@ Read next: `engine.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .prefix import PrefixCounters
 
@@ -32,6 +33,7 @@ class EngineStats:
         pages_used: pages in use or kept for reuse.
         pages: of them all.
         waiting: requests without a slot.
+        draft: what came of drafts, None where none are made.
     """
 
     steps: int = 0
@@ -50,6 +52,7 @@ class EngineStats:
     pages_used: int = 0
     pages: int = 0
     waiting: int = 0
+    draft: Any = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -337,7 +337,7 @@ def test_paths_that_cannot_be_used_are_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--slots", "3"], ["num_slots", "3", "[None, 1, 8, 64]"]),
+        (["--slots", "3"], ["num_slots", "3", "[None, 1, 8, 16, 64, 256]"]),
         (["--max-context", "0"], ["max_context", "0"]),
         (["--max-pending", "0"], ["--max-pending", "0", "1 or more"]),
         (["--model", "nowhere"], ["model folder", "nowhere"]),

@@ -16,7 +16,10 @@ from deepinfer_jax.testing.fake_device import FakeRunner
 def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every engine that is made run on fake devices."""
 
-    def make(_weights: Any, config: Any, _numerics: Any, sizes: Any, count: int, *_: Any) -> FakeRunner:
-        return FakeRunner(config, sizes, count)
+    def make(_weights: Any, config: Any, _numerics: Any, sizes: Any, count: int, *rest: Any) -> FakeRunner:
+        _is_forbidden, _target, drafting = rest
+        return FakeRunner(
+            config, sizes, count, 0 if drafting is None else drafting.options.num_drafts(config)
+        )
 
     monkeypatch.setattr("deepinfer_jax.engine.engine.Runner", make)

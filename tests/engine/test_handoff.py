@@ -133,12 +133,12 @@ FOREIGN = {
     "no_metadata": None,
     "a_list": [],
     "no_header": {"dtypes": {}},
-    "no_dtypes": {"header": {"format": 1}},
-    "array_that_is_not_there": {"header": {"format": 1}, "dtypes": {"b": "bfloat16"}},
-    "unknown_type": {"header": {"format": 1}, "dtypes": {"a": "float5"}},
-    "no_type": {"header": {"format": 1}, "dtypes": {"a": "finfo"}},
-    "type_of_another_size": {"header": {"format": 1}, "dtypes": {"a": "bfloat16"}},
-    "type_that_is_no_name": {"header": {"format": 1}, "dtypes": {"a": 3}},
+    "no_dtypes": {"header": {"format": FORMAT}},
+    "array_that_is_not_there": {"header": {"format": FORMAT}, "dtypes": {"b": "bfloat16"}},
+    "unknown_type": {"header": {"format": FORMAT}, "dtypes": {"a": "float5"}},
+    "no_type": {"header": {"format": FORMAT}, "dtypes": {"a": "finfo"}},
+    "type_of_another_size": {"header": {"format": FORMAT}, "dtypes": {"a": "bfloat16"}},
+    "type_that_is_no_name": {"header": {"format": FORMAT}, "dtypes": {"a": 3}},
 }
 
 
@@ -159,10 +159,10 @@ def test_metadata_that_is_no_json_is_refused(tmp_path: Path) -> None:
         PrefilledRequest.load(tmp_path / "x.safetensors")
 
 
-@pytest.mark.parametrize("version", [2, None, "1"])
+@pytest.mark.parametrize("version", [FORMAT + 1, None, "1"])
 def test_another_format_is_refused(version: object, tmp_path: Path) -> None:
     path = write_file(tmp_path / "x.safetensors", {"header": {"format": version}, "dtypes": {}})
-    with pytest.raises(HandoffError, match=rf"format: got {version!r}, expected 1; export it again"):
+    with pytest.raises(HandoffError, match=rf"format: got {version!r}, expected {FORMAT}; export it again"):
         PrefilledRequest.load(path)
 
 

@@ -75,13 +75,13 @@ class CountingSteps:
     def sample(self, state: np.ndarray, is_sampled: np.ndarray) -> tuple[Array, StepOutput]:
         tokens = jnp.asarray(state + is_sampled, jnp.int32)
         self.left = self.left - is_sampled
-        nothing = jnp.zeros((len(state), 0), jnp.float32)
+        nothing = jnp.zeros((len(state), 1, 0), jnp.float32)
         output = StepOutput(
-            tokens=tokens,
-            is_sampled=jnp.asarray(is_sampled),
+            tokens=tokens[:, None],
+            num_tokens=jnp.asarray(is_sampled, jnp.int32),
             finish=jnp.asarray(np.where(self.left <= 0, LENGTH, RUNNING)),
             is_invalid=jnp.zeros(len(state), bool),
-            logprobs=nothing,
+            logprobs=jnp.zeros((len(state), 1), jnp.float32),
             top_ids=nothing,
             top_logprobs=nothing,
         )
@@ -124,9 +124,9 @@ def test_more_than_64_prompts_run_in_64_slots(monkeypatch: pytest.MonkeyPatch, o
 
 def test_the_smallest_sizes_that_fit_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = CountingSteps(monkeypatch)
-    for count in (1, 2, 8, 9, 64, 65):
+    for count in (1, 2, 8, 9, 16, 17, 64, 65):
         run([[7]] * count, SamplingParams(max_tokens=1))
-    assert steps.sizes == [1, 8, 8, 64, 64, 64]
+    assert steps.sizes == [1, 8, 8, 16, 16, 64, 64, 64]
     for length in (1, 255, 256, 512, 513):
         run([[7] * length], SamplingParams(max_tokens=1))
     assert [table.shape[1] for table in steps.tables[-5:]] == [2, 2, 4, 8, 8]

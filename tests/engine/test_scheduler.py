@@ -8,7 +8,7 @@ Read next: `deepinfer_jax/testing/fake_device.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -19,10 +19,10 @@ from deepinfer_jax import EngineConfig, RequestError, SamplingParams
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.model.numerics import FLOAT32
-from deepinfer_jax.testing.fake_device import plain_token
+from deepinfer_jax.testing.fake_device import plain_token, with_drafts
 from deepinfer_jax.testing.presets import SMALLEST
 
-CONFIG = replace(SMALLEST, max_position_embeddings=2048)
+CONFIG = with_drafts(replace(SMALLEST, max_position_embeddings=2048))
 BLOCKS = np.random.default_rng(3).integers(3, CONFIG.vocab_size, (3, 128)).tolist()
 SEED = 11
 
@@ -113,11 +113,13 @@ OPTIONS = st.fixed_dictionaries(
         "prefix_cache": st.booleans(),
         "num_snapshots": st.sampled_from([None, 1, 3]),
         "prefill": st.sampled_from(["exact", "bounded"]),
+        "drafts": st.sampled_from(["off", "fixed"]),
+        "max_drafts": st.sampled_from([None, 1, 3]),
     }
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(
     cases=st.lists(CASES, min_size=1, max_size=14), options=OPTIONS, fails_at=st.sampled_from([None, None, 9])
 )
@@ -153,20 +155,24 @@ def fail_once(engine: Engine) -> None:
     """Let a step fail on the way; all goes on from what the host knows."""
     real = engine.runner.run
 
-    def fail(plan: Any) -> None:
+    def fail(plan: Any) -> NoReturn:
         engine.runner.run = real
         raise RuntimeError("the device is gone")
 
     engine.runner.run = fail
-    try:
-        engine.step()
-    except RuntimeError:
-        assert not engine.scheduler.places.running
+    # Where steps overlap, a later one finds out.
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            assert not engine.scheduler.places.running
+            break
     engine.runner.run = real
 
 
-def test_the_latest_request_gives_way_and_comes_back() -> None:
-    engine = engine_of(num_pages=8, prefix_cache=False)
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_the_latest_request_gives_way_and_comes_back(drafts: str) -> None:
+    engine = engine_of(num_pages=8, prefix_cache=False, drafts=drafts)
     requests = run(
         engine, [(BLOCKS[0][:100], SamplingParams(max_tokens=500, seed=i, ignore_eos=True)) for i in range(3)]
     )
@@ -192,9 +198,10 @@ def test_running_sequences_and_prompts_share_a_step(overlap: int) -> None:
     assert len(first.token_ids) - before == steps
 
 
-def test_bc14_windows_are_recycled_and_two_sequences_fill_the_pool() -> None:
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_bc14_windows_are_recycled_and_two_sequences_fill_the_pool(drafts: str) -> None:
     """Two sequences of 200 tokens fit exactly into the pages that the sizes promise, window 8."""
-    engine = engine_of(num_pages=4, max_context=256)
+    engine = engine_of(num_pages=4, max_context=256, drafts=drafts)
     assert CONFIG.sliding_window == 8
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     requests = run(engine, [(BLOCKS[i][:56], replace(params, seed=i)) for i in range(2)])
@@ -204,9 +211,10 @@ def test_bc14_windows_are_recycled_and_two_sequences_fill_the_pool() -> None:
         assert_plain(request)
 
 
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
 @pytest.mark.parametrize("length", [128, 130, 256, 300])
-def test_bc12_the_same_prompt_twice_hits_and_answers_the_same(length: int) -> None:
-    engine = engine_of()
+def test_bc12_the_same_prompt_twice_hits_and_answers_the_same(length: int, drafts: str) -> None:
+    engine = engine_of(drafts=drafts)
     prompt, params = (BLOCKS[0] + BLOCKS[1] + BLOCKS[2])[:length], SamplingParams(max_tokens=5, seed=SEED)
     first, second = (run(engine, [(prompt, params)])[0] for _ in range(2))
     assert second.token_ids == first.token_ids
@@ -234,13 +242,19 @@ def test_where_prompts_part_a_window_is_kept_for_the_third() -> None:
     assert engine.stats.prefix.misses == {"new": 1, "no_snapshot": 1}
 
 
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
-    engine = engine_of()
-    first = run(engine, [(BLOCKS[0][:100], SamplingParams(max_tokens=60, ignore_eos=True))])[0]
-    turn = [*first.prompt.tolist(), *first.token_ids, 9]
-    second = run(engine, [(turn, SamplingParams(max_tokens=4))])[0]
-    assert second.num_cached == 128
-    assert_plain(second)
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_an_answer_is_a_prefix_of_the_next_turn(drafts: str, overlap: int) -> None:
+    """Also where no step of several tokens ends at the boundary."""
+    engine = engine_of(drafts=drafts, overlap=overlap)
+    for length in range(100, 112):
+        prompt = BLOCKS[length % 3][:length]
+        params = SamplingParams(max_tokens=180, seed=length, ignore_eos=True)
+        first = run(engine, [(prompt, params)])[0]
+        turn = [*first.prompt.tolist(), *first.token_ids, 9]
+        second = run(engine, [(turn, SamplingParams(max_tokens=4))])[0]
+        assert second.num_cached == 256
+        assert_plain(second)
 
 
 def test_a_request_that_no_slot_can_hold_is_refused_with_the_number() -> None:
@@ -259,11 +273,12 @@ def test_several_outputs_are_refused_by_name() -> None:
         engine_of().submit([5], SamplingParams(n=2))
 
 
-def test_plans_are_a_function_of_the_queue() -> None:
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_plans_are_a_function_of_the_queue(drafts: str) -> None:
     """Two engines that get the same requests plan the same steps, to the last number."""
 
     def plans() -> list[str]:
-        engine, seen = engine_of(num_pages=8, max_chunk=33), []
+        engine, seen = engine_of(num_pages=8, max_chunk=33, drafts=drafts), []
         engine.on_dispatch = lambda _, outputs: seen.append(repr(outputs))
         run(engine, [(BLOCKS[i % 3][: 40 + i], SamplingParams(max_tokens=90, seed=i)) for i in range(9)])
         return seen

@@ -1,0 +1,218 @@
+"""How an engine's drafts are controlled from the host: what each step is told, what is learnt of each.
+
+Separate from `runner.py`, which gives steps to the devices, and from `engine.py`, which knows requests:
+here are the cost table, the temperatures, the guard that compares times with the table, the statistics.
+Read next: `../speculate.py` (the step), `../spec_decode/costs.py`, `../spec_decode/guard.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..config import NOTHING, CacheConfig, ModelConfig
+from ..engine_config import EngineConfig
+from ..model.numerics import Numerics
+from ..model.rows import ROW_TILE
+from ..plans import DRAFT_MODES
+from ..sampling_params import SamplingParams
+from ..sharding.layout import SINGLE
+from ..spec_decode.budgets import HYSTERESIS, NO_DRAFT, StepCosts
+from ..spec_decode.calibrate import survivals_of
+from ..spec_decode.calibration import Calibration, regime_of, uncalibrated
+from ..spec_decode.costs import CostTable, budgets_for
+from ..spec_decode.guard import Guard
+from ..spec_decode.stats import DraftStats
+from ..speculate import PROBE_STEPS, Speculation, SpeculationPlan
+from ..step import ONE_DEVICE, Target
+from .target import num_slot_shares
+
+NEEDS_COSTS = ("dynamic", "early_stop")
+"""Schedules that weigh tokens against measured times."""
+
+
+class Drafting:
+    """Controls the drafts of one engine.
+
+    Attributes:
+        speculation: static choices of the step.
+        stats: what came of drafts so far.
+        guard: watches how long steps take.
+        on_round: called with what is counted of each step, by the names that `DraftStats.add` has; None by
+            default.
+        notice: why the full block is verified instead of what was asked for; None if it is not.
+
+    Args:
+        config: the architecture.
+        options: how requests are run, with drafts on.
+        sizes: of the cache, over all devices.
+        numerics: the choice of arithmetic.
+        calibration: temperatures of the confidences; all 1 by default.
+        costs: step times measured on these devices; without them the full block is verified in every step.
+        target: where the weights lie.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineConfig,
+        sizes: CacheConfig,
+        numerics: Numerics,
+        calibration: Calibration | None = None,
+        costs: CostTable | None = None,
+        target: Target = ONE_DEVICE,
+    ) -> None:
+        self.block_size = config.draft.block_size
+        self.calibration = calibration or uncalibrated(self.block_size)
+        self.options, self.costs = options, costs
+        self.slots_each = sizes.num_slots // num_slot_shares(target)
+        budgets = budgets_for(self.slots_each, self.block_size, row_tile(numerics, target))
+        self.speculation = Speculation(options.verification, budgets)
+        self.stats = DraftStats(self.block_size, self.calibration, budgets)
+        self.notice: str | None = None
+        self.guard = Guard()
+        self.on_round: Callable[..., object] | None = None
+        self._schedule, self._forced = options.drafts, NOTHING
+        if options.drafts in NEEDS_COSTS and costs is None:
+            self._fall_back(
+                f"drafts={options.drafts!r}: no measured step times for this engine; all drafts are "
+                "verified. Measure them once with: deepinfer_jax costs"
+            )
+        self._past: dict[int, np.ndarray] = {}
+        self._previous, self._num_skipped = NOTHING, 0
+
+    def plan(self, is_decoding: np.ndarray, choice: int) -> SpeculationPlan:
+        """Say what the next step is told.
+
+        Args:
+            is_decoding: bool [B].
+            choice: how many rows to verify, as `speculate.py` numbers it; NOTHING to choose on the devices.
+
+        Returns:
+            The plan, as NumPy arrays.
+        """
+        size, slots = self.block_size, self.slots_each
+        max_rows = slots * (size + 1)
+        if self.costs is None:
+            draft_ms = np.zeros(slots + 1, np.float32)
+            verify_ms = np.ones(len(self.speculation.budgets) + 1, np.float32)
+            row_ms = np.ones(max_rows + 1, np.float32)
+        else:
+            draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, slots)
+            row_ms = self.costs.row_ms(max_rows)
+        return SpeculationPlan(
+            is_active=is_decoding,
+            schedule=np.int32(DRAFT_MODES.index(self._schedule)),
+            max_drafts=np.int32(self.options.max_drafts or size),
+            choice=np.int32(choice if self._forced == NOTHING else self._forced),
+            threshold=np.float32(self.options.draft_threshold),
+            temperatures=self.calibration.as_array(),
+            costs=StepCosts(draft_ms, verify_ms),
+            row_ms=row_ms,
+        )
+
+    def choice(self, slots: Sequence[int]) -> int:
+        """Choose on the host, if that was asked for, from the confidences that it has read.
+
+        Args:
+            slots: that run their latest token.
+
+        Returns:
+            The choice; NOTHING to leave it to the devices.
+
+        Source: spec/dspark.md section 9.4.
+        """
+        is_asked = self.options.choose_on_host and self._schedule == "dynamic"
+        if not slots or not is_asked or self.costs is None:
+            return NOTHING
+        limit = self.options.max_drafts or self.block_size
+        fresh = np.ones(self.block_size)
+        past = [self._past.get(slot, fresh)[:limit] for slot in slots]
+        gains = np.append(0.0, np.cumsum(np.sort(np.concatenate(past))[::-1]))
+        budgets, count = np.asarray(self.speculation.budgets), len(slots)
+        draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, self.slots_each)
+        room = budgets - count
+        tokens = np.where(room >= 0, count + gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
+        plain = verify_ms[np.argmax(budgets >= count)]
+        drafted = np.append(tokens, count + gains[-1]) / (draft_ms[count] + verify_ms)
+        return self._settle(np.append(count / plain, drafted))
+
+    def note(
+        self, params: Mapping[int, SamplingParams], output: Any, measured_ms: float | None = None
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            params: of the requests that took part, by slot.
+            output: of the step, as NumPy arrays.
+            measured_ms: how long it took, None where that says nothing of the step alone.
+        """
+        slots = [slot for slot in sorted(params) if output.num_tokens[slot] > 0]
+        if not slots:
+            return
+        drafts, regimes = output.drafts, [regime_of(params[slot]) for slot in slots]
+        choice = int(drafts.choice[slots[0]])
+        predicted = None if self.costs is None else self._predicted_ms(drafts, choice)
+        counts = {
+            "num_tokens": output.num_tokens[slots],
+            "num_verified": drafts.num_verified[slots],
+            "num_accepted": drafts.num_accepted[slots],
+            "logits": drafts.logits[slots],
+            "regimes": np.asarray(regimes),
+        }
+        if self.on_round is not None:
+            self.on_round(**counts)
+        self.stats.add(
+            **counts,
+            choice=choice,
+            predicted_ms=None if measured_ms is None else predicted,
+            measured_ms=None if predicted is None else measured_ms,
+        )
+        if choice != NO_DRAFT:
+            temperatures = self.calibration.as_array()[regimes]
+            self._past.update(zip(slots, survivals_of(drafts.logits[slots], temperatures), strict=True))
+        if predicted is not None and measured_ms is not None and self._forced == NOTHING:
+            if self._schedule in NEEDS_COSTS and self.guard.observe(choice, predicted, measured_ms):
+                self._fall_back(f"drafts: {self.guard.reason}")
+
+    def forget(self, slot: int) -> None:
+        """Forget the confidences of a slot that another request gets."""
+        self._past.pop(slot, None)
+
+    def _predicted_ms(self, drafts: Any, choice: int) -> float:
+        assert self.costs is not None
+        shares = drafts.num_rows.reshape(-1, self.slots_each)
+        rows, active = int(shares.sum(axis=1).max()), int((shares > 0).sum(axis=1).max())
+        draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, self.slots_each)
+        is_told = 0 < choice <= len(self.speculation.budgets)
+        verify = (
+            verify_ms[choice - 1]
+            if is_told
+            else self.costs.row_ms(self.slots_each * (self.block_size + 1))[rows]
+        )
+        return float(verify + (0.0 if choice == NO_DRAFT else draft_ms[active]))
+
+    def _settle(self, thetas: np.ndarray) -> int:
+        """Stay with the choice before unless another is clearly better; try drafts now and then."""
+        best = int(np.argmax(thetas))
+        if self._previous >= 0 and thetas[best] <= (1 + HYSTERESIS) * thetas[self._previous]:
+            best = self._previous
+        if best == NO_DRAFT and self._num_skipped >= PROBE_STEPS:
+            best = 1 + int(np.argmax(thetas[1:]))
+        self._num_skipped = self._num_skipped + 1 if best == NO_DRAFT else 0
+        self._previous = best
+        return best
+
+    def _fall_back(self, notice: str) -> None:
+        """Verify the full block from now on, and say why."""
+        self.notice = notice
+        self._schedule, self._forced = "fixed", self.speculation.uniform
+        warnings.warn(notice, RuntimeWarning, stacklevel=2)
+
+
+def row_tile(numerics: Numerics, target: Target) -> int | None:
+    """Give the rows of a tile where tiles without rows are skipped, None where every budget is compiled."""
+    return ROW_TILE if numerics.batch_invariant and target.layout == SINGLE else None
