@@ -22,6 +22,7 @@ from ..config import ModelConfig
 from ..kernels import collapse, index_scores, initial_streams, rms_norm, round_rows
 from ..model import attention, compressor, indexer
 from ..model.compressor import Projection
+from ..model.draft_rows import read_draft_input
 from ..model.engram import engram, hash_rows
 from ..model.layer import attention_input, finish_layer
 from ..model.moe import TokenRoles
@@ -61,12 +62,13 @@ class TrainingMode:
 
 
 class ForwardResult(NamedTuple):
-    """Hidden states [B, T, D], index divergence (scalar), expert scores and ids by layer."""
+    """Hidden states, index divergence (scalar), expert scores and ids by layer, and what a draft reads."""
 
-    hidden: Array
+    hidden: Array  # [B, T, D]
     index_divergence: Array
     router_scores: Array  # float32 [L, B T, E]
     router_ids: Array  # int32 [L, B T, K]
+    draft_inputs: tuple[Array, ...]  # of each target layer [B, T, D]
 
 
 class SequenceContext(NamedTuple):
@@ -109,13 +111,15 @@ def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingM
     streams, pre_mix = initial_streams(embedded, config.hc_mult)
     carry = SequenceCarry(streams, pre_mix, None, None, None, None)
     is_image = jnp.zeros((embedded.shape[0],), bool)
-    divergences, scores, ids = [], [], []
+    divergences, scores, ids, draft_inputs = [], [], [], []
     members = layers_by_kind(config)
     for layer in range(config.num_hidden_layers):
         if layer in config.engram_layer_ids:
             place = config.engram_layer_ids.index(layer)
             arguments = (carry.streams, table_rows[:, place], weights.engram[place], is_image)
             carry = carry.replace(streams=engram(*arguments, config, mode.numerics))
+        if layer in config.draft.target_layer_ids:
+            draft_inputs.append(read_draft_input(carry.streams, mode.numerics))
         kind = layer_kind(config, layer)
         layer_weights = _single_layer(weights.layers[kind.name], members[kind].index(layer))
         run = jax.checkpoint(partial(_layer, kind=kind, config=config, mode=mode))
@@ -125,8 +129,14 @@ def forward(weights: Weights, batch: Batch, config: ModelConfig, mode: TrainingM
         ids.append(layer_ids)
     collapsed = collapse(carry.streams, carry.pre_mix)
     hidden = rms_norm(collapsed, weights.norm, config.rms_norm_eps)
-    hidden = hidden.reshape(num_sequences, length, config.hidden_size)
-    return ForwardResult(hidden, jnp.sum(jnp.stack(divergences)), jnp.stack(scores), jnp.stack(ids))
+    shape = (num_sequences, length, config.hidden_size)
+    return ForwardResult(
+        hidden=hidden.reshape(shape),
+        index_divergence=jnp.sum(jnp.stack(divergences)),
+        router_scores=jnp.stack(scores),
+        router_ids=jnp.stack(ids),
+        draft_inputs=tuple(inputs.reshape(shape) for inputs in draft_inputs),
+    )
 
 
 def _single_layer(stack: LayerWeights, place: int) -> LayerWeights:

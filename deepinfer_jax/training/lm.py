@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds, then save and stop")
     parser.add_argument("--export", type=Path, default=None, help="write the finished checkpoint here")
     options = parser.parse_args(arguments)
-    document = nano_config_document()
+    document = nano_config_document(with_draft=False)
     run = Run(parse_config(document), options.steps, options.batch_rows, options.seed)
     until = options.steps if options.until is None else min(options.until, options.steps)
     state = train(run, document, options.corpus, options.state, until, options.time_limit)

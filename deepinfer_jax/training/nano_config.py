@@ -16,14 +16,27 @@ from ..config_json import QUANTIZATION
 from ..model.engram import primes_above
 from ..text.tokenizer import IMAGE_TEXT, Tokenizer
 
+NOISE_TEXT = "<｜System｜>"
+"""Fills the unknown places of a draft block; the token whose official id is 128799.
+
+Source: spec/checkpoint.md section 5.
+"""
+
+SHIPS_DRAFT = True
+"""Whether the embedded checkpoint has the draft stages."""
+
 _ENGRAM_LAYERS = 2
+_DRAFT_STAGES = 3
 
 
-def nano_config_document(folder: str | Path = NANO_FOLDER) -> dict[str, Any]:
-    """Build the composite `config.json` of shape N3, without draft stages.
+def nano_config_document(
+    folder: str | Path = NANO_FOLDER, *, with_draft: bool = SHIPS_DRAFT
+) -> dict[str, Any]:
+    """Build the composite `config.json` of shape N3.
 
     Args:
         folder: holds the nano `tokenizer.json`.
+        with_draft: whether the model has its draft stages.
 
     Returns:
         The JSON document, keys in the order of the released one.
@@ -35,6 +48,11 @@ def nano_config_document(folder: str | Path = NANO_FOLDER) -> dict[str, Any]:
     """
     tokenizer = Tokenizer.from_folder(folder)
     token_map = engram_token_map(Path(folder) / "tokenizer.json")
+    layer_keys, attention_keys = _layer_keys(), _attention_keys()
+    draft_keys: dict[str, Any] = {"num_nextn_predict_layers": 0}
+    if with_draft:
+        attention_keys["compress_ratios"] += [0] * _DRAFT_STAGES
+        draft_keys = _draft_keys(tokenizer.special_id(NOISE_TEXT), layer_keys["num_hidden_layers"])
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
@@ -49,17 +67,17 @@ def nano_config_document(folder: str | Path = NANO_FOLDER) -> dict[str, Any]:
         "text_config": {
             "model_type": "deepseek_v41_text",
             "vocab_size": tokenizer.vocab_size,
-            **_layer_keys(),
-            **_attention_keys(),
+            **layer_keys,
+            **attention_keys,
             **_engram_keys(tokenizer.pad_token_id, int(token_map.max()) + 1),
-            "num_nextn_predict_layers": 0,
+            **draft_keys,
         },
     }
 
 
-def write_nano_config(folder: str | Path = NANO_FOLDER) -> None:
+def write_nano_config(folder: str | Path = NANO_FOLDER, *, with_draft: bool = SHIPS_DRAFT) -> None:
     """Write `config.json` beside the tokenizer, formatted as the released file is."""
-    text = json.dumps(nano_config_document(folder), indent=2) + "\n"
+    text = json.dumps(nano_config_document(folder, with_draft=with_draft), indent=2) + "\n"
     (Path(folder) / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -132,6 +150,18 @@ def _engram_keys(pad_token_id: int, compressed_vocab_size: int) -> dict[str, Any
         "engram_head_dim": 32,
         "engram_pad_token_id": pad_token_id,
         "engram_compressed_vocab_size": compressed_vocab_size,
+    }
+
+
+def _draft_keys(noise_token_id: int, num_layers: int) -> dict[str, Any]:
+    return {
+        "num_nextn_predict_layers": _DRAFT_STAGES,
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": noise_token_id,
+        "dspark_target_layer_ids": [num_layers - 3, num_layers - 2, num_layers - 1],
+        "dspark_markov_rank": 64,
+        "dspark_n_routed_experts": 4,
+        "dspark_num_experts_per_tok": 2,
     }
 
 

@@ -33,7 +33,20 @@ def initial_weights(config: ModelConfig, seed: int) -> Weights:
     Returns:
         The weights without a token map.
     """
-    specs = weight_specs(config)
+    return residual_start(weight_specs(config), config, seed)
+
+
+def residual_start(specs: Any, config: ModelConfig, seed: int) -> Any:
+    """Draw float32 training weights of a tree of declarations, as `initial_weights` says.
+
+    Args:
+        specs: a tree of `ArraySpec`.
+        config: the architecture.
+        seed: of the draw.
+
+    Returns:
+        The same tree with arrays.
+    """
     weights = random_arrays(specs, jax.random.key(seed), jnp.float32)
     by_path = dict(spec_leaves(specs))
 
@@ -140,14 +153,30 @@ def compute_weights(weights: Weights, config: ModelConfig, dtype: Any, is_quanti
     Source: spec/checkpoint.md section 3.
     """
 
+    arrays = weights.replace(token_map=None)
+    cast = cast_as_stored(weight_specs(config), arrays, dtype, is_quantized)
+    return cast.replace(token_map=weights.token_map)
+
+
+def cast_as_stored(specs: Any, arrays: Any, dtype: Any, is_quantized: bool) -> Any:
+    """Cast a tree of master weights as `compute_weights` says.
+
+    Args:
+        specs: a tree of `ArraySpec`.
+        arrays: the same tree with float32 arrays.
+        dtype: compute dtype.
+        is_quantized: whether to round what is stored quantised.
+
+    Returns:
+        The same tree with the arrays to compute with.
+    """
+
     def cast(spec: Any, value: Array) -> Array:
         if is_quantized and spec.storage.is_quantized:
             value = _STORED_ROUNDING[spec.storage](value)
         return value.astype(spec.memory_dtype(dtype))
 
-    specs = weight_specs(config)
-    arrays = weights.replace(token_map=None)
-    return jax.tree.map(cast, specs, arrays, is_leaf=is_spec).replace(token_map=weights.token_map)
+    return jax.tree.map(cast, specs, arrays, is_leaf=is_spec)
 
 
 @straight_through

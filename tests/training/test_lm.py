@@ -75,7 +75,7 @@ def write_corpus(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    document = nano_config_document()
+    document = nano_config_document(with_draft=False)
     text = document["text_config"]
     text.update(SMALL)
     text["engram_num_embeddings"] = text["engram_num_embeddings"][:1]
