@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.handoff import HandoffError, PrefilledRequest
     from .engine.llm import LLM
     from .engine.load import Model, load
+    from .engine.measure import measure_costs
     from .engine.one_call import generate
     from .engine_config import EngineConfig
     from .sampling_params import InvalidOutputError, RequestError, SamplingParams
@@ -40,6 +41,7 @@ _HOMES = {
     "StreamEvent": "engine.completion",
     "generate": "engine.one_call",
     "load": "engine.load",
+    "measure_costs": "engine.measure",
     "read_config": "config_json",
 }
 
@@ -61,6 +63,7 @@ __all__ = [
     "StreamEvent",
     "generate",
     "load",
+    "measure_costs",
     "read_config",
 ]
 

@@ -87,6 +87,7 @@ class SpeculationPlan(NamedTuple):
             NOTHING to choose on the device.
         threshold: float32 [], confidence below which "threshold" stops.
         temperatures: float32 [3, K], of the confidence logits of greedy, sampled and filtered requests.
+        shifts: float32 [3, K], added to the logits before.
         costs: times of drafting and verifying on one device.
         row_ms: float32 [B (K + 1) + 1], time of verifying some rows, by their number, for "early_stop".
     """
@@ -97,19 +98,21 @@ class SpeculationPlan(NamedTuple):
     choice: Any
     threshold: Any
     temperatures: Any
+    shifts: Any
     costs: StepCosts
     row_ms: Any
 
 
 PLAN_WORDS = SpeculationPlan(
-    ("slots",),
-    (),
-    (),
-    (),
-    (),
-    (),
-    StepCosts((), ()),
-    (),  # pyright: ignore[reportArgumentType]
+    is_active=("slots",),
+    schedule=(),
+    max_drafts=(),
+    choice=(),
+    threshold=(),
+    temperatures=(),
+    shifts=(),
+    costs=StepCosts((), ()),
+    row_ms=(),
 )
 
 
@@ -267,8 +270,8 @@ def _survivals_of(drafts: Drafts, state: EngineState, plan: SpeculationPlan) -> 
     sampler = state.sampler
     is_filtered = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
     regime = jnp.where(is_greedy(sampler.temperature), 0, jnp.where(is_filtered, 2, 1))
-    temperatures = jnp.asarray(plan.temperatures)[regime]
-    confidences = jax.nn.sigmoid(drafts.confidences / temperatures)
+    temperatures, shifts = jnp.asarray(plan.temperatures)[regime], jnp.asarray(plan.shifts)[regime]
+    confidences = jax.nn.sigmoid((drafts.confidences + shifts) / temperatures)
     return _Chances(confidences, survivals(confidences))
 
 

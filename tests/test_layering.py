@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec_decode": {"model", "sampling", "plans"},
     # What the host learns from steps with drafts, and weighs them by.
     "spec_decode.calibrate": set(),
-    "spec_decode.calibration": {"sampling_params", "spec_decode.calibrate"},
+    "spec_decode.scaling": {"spec_decode.calibrate"},
+    "spec_decode.calibration": {"sampling_params", "spec_decode.calibrate", "spec_decode.scaling"},
     "spec_decode.plots": {"spec_decode.calibrate"},
     "spec_decode.summary": set(),
     "spec_decode.stats": {"config", "spec_decode.calibration", "spec_decode.summary"},
@@ -96,6 +97,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine.generate": {"engine.engine"},
     "engine.load": {"step", "checkpoint", "text", "assets", "engine.target", "engine.progress"},
+    "engine.measure": {"engine.engine", "engine.load"},
+    "engine.start": {"engine.measure"},
+    "engine.confidences": {"engine.engine", "engine.load"},
     "engine.completion": {"engine.request", "engine.show"},
     "engine.jobs": {"text", "engine.completion"},
     # What a user sees knows how it looks; the arrow back is for types.
@@ -129,7 +133,7 @@ ENGINE_HOST = (
 )
 DRAFT_VALUES = tuple(
     f"spec_decode.{name}"
-    for name in ("calibrate", "calibration", "plots", "summary", "stats", "costs", "guard")
+    for name in ("calibrate", "scaling", "calibration", "plots", "summary", "stats", "costs", "guard")
 )
 ENGINE_VALUES = ("engine.completion", "engine.jobs", "engine.show")
 NO_JAX = (

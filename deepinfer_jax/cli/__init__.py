@@ -1,7 +1,7 @@
 """The command line: one module per verb.
 
 Separate because it is the only part that prints and exits. Refused input is one line on standard
-error and exit code 2.
+error and exit code 2; a warning is one line as well.
 Read next: `generate.py`, `layout.py`, `params.py`.
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from ..sampling_params import InvalidOutputError
 
@@ -39,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 invalid model output, 2 input refused, 130 interrupted.
     """
-    from . import batch, doctor, generate, layout, params
+    from . import batch, costs, doctor, generate, layout, params
 
     parser = _Parser(
         prog="deepinfer_jax",
@@ -47,11 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
         epilog='example: deepinfer_jax generate "Once upon a time"',
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (generate, batch, layout, params, doctor):
+    for module in (generate, batch, costs, layout, params, doctor):
         module.add_parser(verbs)
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        with _plain_warnings(options.verb):
+            return options.run(options)
     except KeyboardInterrupt:
         print(f"deepinfer_jax {options.verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -64,3 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidOutputError as error:
         print(f"deepinfer_jax {options.verb}: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+@contextmanager
+def _plain_warnings(verb: str) -> Iterator[None]:
+    """Print what a user is warned of in one line, without the place in the source."""
+    with warnings.catch_warnings():
+        as_before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **names: Any) -> None:
+            if category is RuntimeWarning:
+                print(f"deepinfer_jax {verb}: warning: {message}", file=sys.stderr)
+            else:
+                as_before(message, category, *rest, **names)
+
+        warnings.showwarning = show
+        yield

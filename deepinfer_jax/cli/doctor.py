@@ -27,6 +27,7 @@ MEMORY_FILE = Path("/proc/meminfo")
 CHARACTERS_OF_AN_ERROR = 300
 
 LATER = "not part of this version"
+DRAFTS = "speculative drafts"
 
 
 class Line(NamedTuple):
@@ -186,27 +187,31 @@ def _embedded_model() -> list[Line]:
     from ..arrays import spec_leaves
     from ..assets import NANO_FOLDER
     from ..config_json import read_config
+    from ..model.draft_weights import draft_weight_specs
     from ..model.weights import weight_specs
 
-    specs = spec_leaves(weight_specs(read_config(NANO_FOLDER)))
-    parameters = sum(spec.num_parameters for _, spec in specs)
+    config = read_config(NANO_FOLDER)
+    draft = draft_weight_specs(config)
+    trees = (weight_specs(config), () if draft is None else draft)
+    parameters, drafting = (sum(spec.num_parameters for _, spec in spec_leaves(tree)) for tree in trees)
     num_bytes = sum(path.stat().st_size for path in NANO_FOLDER.glob("*.safetensors"))
     return [
         Line("folder", str(NANO_FOLDER), str(NANO_FOLDER)),
         Line("parameters", f"{parameters:,}", parameters),
+        Line("draft parameters", f"{drafting:,}", drafting),
         Line("weights", _size(num_bytes), num_bytes),
     ]
 
 
 def _features() -> list[Line]:
-    probes: dict[str, Callable[[], str | None]] = {
+    probes: dict[str, Callable[[], str | Line | None]] = {
         "GPU": _gpu,
         "compile for absent GPUs": _compile_for_gpus,
         **{f"kernel {name}": lambda name=name: _kernel(name) for name in _kernel_names()},
         "training": lambda: _module("optax", "pip install 'deepinfer-jax[train]'"),
         "plots": lambda: _module("matplotlib", "pip install 'deepinfer-jax[train]'"),
         "progress in notebooks": lambda: _module("ipywidgets", "pip install ipywidgets"),
-        "speculative drafts": lambda: f"{LATER}; the draft stages of a checkpoint are not loaded",
+        DRAFTS: _drafts,
         "images": lambda: f"{LATER}; the vision tensors of a checkpoint are not loaded",
         "chat": lambda: f"{LATER}; prompts are plain text or token ids",
         "structured output": lambda: LATER,
@@ -214,16 +219,40 @@ def _features() -> list[Line]:
     return [_feature(name, probe) for name, probe in probes.items()]
 
 
-def _feature(name: str, probe: Callable[[], str | None]) -> Line:
-    """Report one feature; its probe gives the reason why it is off."""
+def _feature(name: str, probe: Callable[[], str | Line | None]) -> Line:
+    """Report one feature; its probe gives the reason why it is off, or a line of its own."""
     try:
         reason = probe()
     except Exception as error:
         reason = f"could not be asked: {type(error).__name__}: {error}"
+    if isinstance(reason, Line):
+        return reason
     if reason is None:
         return Line(name, "on", {"on": True})
     words = " ".join(reason.split())
     return Line(name, f"off  {words}", {"on": False, "reason": words})
+
+
+def _drafts() -> str | Line:
+    """Say whether the embedded model drafts, and whether step times of the default engine are known."""
+    from ..assets import NANO_FOLDER
+    from ..config_json import read_config
+    from ..engine.load import Model
+    from ..engine.measure import find_costs
+    from ..engine_config import EngineConfig
+    from ..model.numerics import OFFICIAL
+
+    config = read_config(NANO_FOLDER)
+    if not config.draft.num_stages:
+        return "the embedded model has no draft stages; use a checkpoint with `mtp.*` tensors"
+    # Nothing runs, so no weights are read.
+    model: Any = Model(config, None, OFFICIAL, None, name=NANO_FOLDER.name)  # pyright: ignore[reportArgumentType]
+    table, reason = find_costs(model, EngineConfig())
+    if table is None:
+        words = f"on   drafts='dynamic' verifies all drafts: {reason} (run: deepinfer_jax costs)"
+        return Line(DRAFTS, words, {"on": True, "costs": None, "reason": reason})
+    words = f"on   step times of the default engine were measured on {table.date}"
+    return Line(DRAFTS, words, {"on": True, "costs": table.date})
 
 
 def _gpu() -> str | None:

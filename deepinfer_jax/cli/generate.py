@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..sampling_params import RequestError, SamplingParams
-from .options import add_model_options
+from .options import add_model_options, draft_options, draft_words
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -90,10 +90,13 @@ def run(options: argparse.Namespace) -> int:
     if not prompts:
         raise RequestError("prompts: got none, expected a TEXT or --token-ids IDS; give at least one prompt")
 
+    from ..engine_config import EngineConfig
+
+    wanted = EngineConfig(prefill=options.prefill, **draft_options(options))
+
     from ..engine.llm import LLM
     from ..engine.load import load
     from ..engine.one_call import size_for
-    from ..engine_config import EngineConfig
     from ..sharding.mesh import MeshShape, simulate_devices
 
     if options.mesh is not None:
@@ -106,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = time.monotonic()
     # Checked before anything is printed: a refused prompt leaves standard output empty.
     ids = [model.encode(prompt) for prompt in prompts]
-    sizes = size_for(EngineConfig(prefill=options.prefill), ids, [params] * len(ids), model)
+    sizes = size_for(wanted, ids, [params] * len(ids), model)
     texts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
     with LLM(model, options=sizes) as llm:
         first_token = _print_outputs(llm, ids, texts, params)
@@ -114,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     if options.stats:
         print(
             f"load {loaded - started:.2f} s, first token {first_token:.2f} s after it, "
-            f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.0f} tokens/s",
+            f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.0f} tokens/s"
+            f"{draft_words(stats.draft)}",
             file=sys.stderr,
         )
     return 0

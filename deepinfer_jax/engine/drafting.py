@@ -81,6 +81,17 @@ class Drafting:
                 f"drafts={options.drafts!r}: no measured step times for this engine; all drafts are "
                 "verified. Measure them once with: deepinfer_jax costs"
             )
+        max_rows = self.slots_each * (self.block_size + 1)
+        self._temperatures = self.calibration.as_array()
+        self._shifts = self.calibration.shifts_as_array()
+        self._draft_ms = np.zeros(self.slots_each + 1, np.float32)
+        self._verify_ms, self._row_ms = (
+            np.ones(len(budgets) + 1, np.float32),
+            np.ones(max_rows + 1, np.float32),
+        )
+        if costs is not None:
+            self._draft_ms, self._verify_ms = costs.arrays(budgets, self.slots_each)
+            self._row_ms = costs.row_ms(max_rows)
         self._past: dict[int, np.ndarray] = {}
         self._previous, self._num_skipped = NOTHING, 0
 
@@ -94,24 +105,16 @@ class Drafting:
         Returns:
             The plan, as NumPy arrays.
         """
-        size, slots = self.block_size, self.slots_each
-        max_rows = slots * (size + 1)
-        if self.costs is None:
-            draft_ms = np.zeros(slots + 1, np.float32)
-            verify_ms = np.ones(len(self.speculation.budgets) + 1, np.float32)
-            row_ms = np.ones(max_rows + 1, np.float32)
-        else:
-            draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, slots)
-            row_ms = self.costs.row_ms(max_rows)
         return SpeculationPlan(
             is_active=is_decoding,
             schedule=np.int32(DRAFT_MODES.index(self._schedule)),
-            max_drafts=np.int32(self.options.max_drafts or size),
+            max_drafts=np.int32(self.options.max_drafts or self.block_size),
             choice=np.int32(choice if self._forced == NOTHING else self._forced),
             threshold=np.float32(self.options.draft_threshold),
-            temperatures=self.calibration.as_array(),
-            costs=StepCosts(draft_ms, verify_ms),
-            row_ms=row_ms,
+            temperatures=self._temperatures,
+            shifts=self._shifts,
+            costs=StepCosts(self._draft_ms, self._verify_ms),
+            row_ms=self._row_ms,
         )
 
     def choice(self, slots: Sequence[int]) -> int:
@@ -133,11 +136,10 @@ class Drafting:
         past = [self._past.get(slot, fresh)[:limit] for slot in slots]
         gains = np.append(0.0, np.cumsum(np.sort(np.concatenate(past))[::-1]))
         budgets, count = np.asarray(self.speculation.budgets), len(slots)
-        draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, self.slots_each)
         room = budgets - count
         tokens = np.where(room >= 0, count + gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
-        plain = verify_ms[np.argmax(budgets >= count)]
-        drafted = np.append(tokens, count + gains[-1]) / (draft_ms[count] + verify_ms)
+        plain = self._verify_ms[np.argmax(budgets >= count)]
+        drafted = np.append(tokens, count + gains[-1]) / (self._draft_ms[count] + self._verify_ms)
         return self._settle(np.append(count / plain, drafted))
 
     def note(
@@ -172,8 +174,8 @@ class Drafting:
             measured_ms=None if predicted is None else measured_ms,
         )
         if choice != NO_DRAFT:
-            temperatures = self.calibration.as_array()[regimes]
-            self._past.update(zip(slots, survivals_of(drafts.logits[slots], temperatures), strict=True))
+            shifted, temperatures = drafts.logits[slots] + self._shifts[regimes], self._temperatures[regimes]
+            self._past.update(zip(slots, survivals_of(shifted, temperatures), strict=True))
         if predicted is not None and measured_ms is not None and self._forced == NOTHING:
             if self._schedule in NEEDS_COSTS and self.guard.observe(choice, predicted, measured_ms):
                 self._fall_back(f"drafts: {self.guard.reason}")
@@ -183,17 +185,11 @@ class Drafting:
         self._past.pop(slot, None)
 
     def _predicted_ms(self, drafts: Any, choice: int) -> float:
-        assert self.costs is not None
         shares = drafts.num_rows.reshape(-1, self.slots_each)
         rows, active = int(shares.sum(axis=1).max()), int((shares > 0).sum(axis=1).max())
-        draft_ms, verify_ms = self.costs.arrays(self.speculation.budgets, self.slots_each)
-        is_told = 0 < choice <= len(self.speculation.budgets)
-        verify = (
-            verify_ms[choice - 1]
-            if is_told
-            else self.costs.row_ms(self.slots_each * (self.block_size + 1))[rows]
-        )
-        return float(verify + (0.0 if choice == NO_DRAFT else draft_ms[active]))
+        is_budget = 0 < choice <= len(self.speculation.budgets)
+        verify = self._verify_ms[choice - 1] if is_budget else self._row_ms[rows]
+        return float(verify + (0.0 if choice == NO_DRAFT else self._draft_ms[active]))
 
     def _settle(self, thetas: np.ndarray) -> int:
         """Stay with the choice before unless another is clearly better; try drafts now and then."""

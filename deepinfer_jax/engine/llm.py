@@ -23,13 +23,13 @@ from ..sharding.mesh import MeshShape
 from ..text.tokenizer import Tokenizer
 from . import show
 from .completion import Completion, Completions, StreamEvent
-from .engine import Engine
 from .generate import params_of_each, refuse_invalid
 from .handoff import PrefilledRequest
 from .jobs import Job, Jobs
-from .load import Model, Prompt, load
+from .load import Model, Prompt, as_model
 from .progress import counting
 from .request import ABORTED_REASON, STOP_REASON
+from .start import engine_for
 from .stats import EngineStats
 
 
@@ -69,21 +69,10 @@ class LLM:
         options: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
     ) -> None:
         self._owns_weights = not isinstance(model, Model)
-        if isinstance(model, Model):
-            given = (numerics, batch_invariant, cache_format, mesh, layout)
-            if given != ("official", True, None, None, None):
-                raise RequestError(
-                    "LLM: got a loaded model and how to load it, expected one of the two; give numerics, "
-                    "mesh and layout to `load`"
-                )
-            self.model = model
-        else:
-            self.model = load(model, numerics, batch_invariant, cache_format, mesh, layout)
+        self.model = as_model(model, numerics, batch_invariant, cache_format, mesh, layout)
         self.options = options
-        model = self.model
-        arguments = (model.weights, model.config, model.numerics, options, model.forbidden_ids, model.target)
-        self.engine = Engine(*arguments)
-        self._jobs = Jobs(model.tokenizer, model.config.eos_token_id)
+        self.engine = engine_for(self.model, options)
+        self._jobs = Jobs(self.model.tokenizer, self.model.config.eos_token_id)
         self._lock = threading.RLock()
         self.is_closed = False
 

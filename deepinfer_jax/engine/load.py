@@ -24,6 +24,7 @@ from ..model.weights import Weights
 from ..sampling_params import RequestError
 from ..sharding.layout import Layout
 from ..sharding.mesh import MeshShape
+from ..spec_decode.calibration import CALIBRATION_FILE, Calibration
 from ..step import ONE_DEVICE, Target
 from ..text.tokenizer import Tokenizer
 from .progress import working_on
@@ -43,6 +44,8 @@ class Model:
         tokenizer: None for a checkpoint without one; prompts are token ids then.
         target: where the weights lie.
         name: of its folder.
+        calibration: temperatures of the confidence in drafts, None where the folder has none.
+        folder: where it was read from, None for one that was put together in this process.
     """
 
     config: ModelConfig
@@ -51,6 +54,8 @@ class Model:
     tokenizer: Tokenizer | None
     target: Target = ONE_DEVICE
     name: str = "model"
+    calibration: Calibration | None = None
+    folder: Path | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -107,8 +112,8 @@ def load(
     """Load a checkpoint folder, or the embedded nano model.
 
     Args:
-        folder: config.json, safetensors, and tokenizer.json or engram_token_map.npy; None or "nano" for
-            the embedded model.
+        folder: config.json, safetensors, tokenizer.json or engram_token_map.npy, and the calibration of
+            the draft stages if there is one; None or "nano" for the embedded model.
         numerics: "official" or "float32".
         batch_invariant: whether a request's tokens are the same whatever runs beside it; without it
             few sequences at a time run faster.
@@ -125,7 +130,7 @@ def load(
         The model, ready to generate.
 
     Raises:
-        ValueError: a refused configuration, checkpoint, numerics or layout, before any compute.
+        ValueError: a refused configuration, checkpoint, calibration, numerics or layout, before any compute.
     """
     if numerics not in NUMERICS:
         raise RequestError(f"numerics: got {numerics!r}, expected one of {sorted(NUMERICS)}; choose one")
@@ -136,12 +141,67 @@ def load(
     if cache_format is not None:
         chosen = replace(chosen, cache_format=cache_format)
     target = make_target(config, mesh, layout, redundant_experts)
+    calibration = read_calibration(path, config)
     with working_on(f"loading {path.name}"):
         weights = load_weights(path, config, chosen.compute_dtype)
         weights = put_on(weights, config, target, routing_counts, redundant_experts)
     has_tokenizer = (path / "tokenizer.json").is_file()
     tokenizer = Tokenizer.from_folder(path) if has_tokenizer else None
-    return Model(config, weights, chosen, tokenizer, target, path.name)
+    return Model(config, weights, chosen, tokenizer, target, path.name, calibration, path)
+
+
+def as_model(
+    model: str | Path | Model | None,
+    numerics: str = "official",
+    batch_invariant: bool = True,
+    cache_format: str | None = None,
+    mesh: str | tuple[int, ...] | MeshShape | Mesh | None = None,
+    layout: str | Layout | None = None,
+) -> Model:
+    """Give a loaded model as it is, and load anything else.
+
+    Args:
+        model: loaded, or what to load.
+        numerics: as in `load`, as all that follow; to be left out for a loaded model.
+        batch_invariant: as in `load`.
+        cache_format: as in `load`.
+        mesh: as in `load`.
+        layout: as in `load`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: as `load`; or a loaded model and how to load it.
+    """
+    given = (numerics, batch_invariant, cache_format, mesh, layout)
+    if not isinstance(model, Model):
+        return load(model, *given)
+    if given != ("official", True, None, None, None):
+        raise RequestError(
+            "LLM: got a loaded model and how to load it, expected one of the two; give numerics, mesh and "
+            "layout to `load`"
+        )
+    return model
+
+
+def read_calibration(folder: Path, config: ModelConfig) -> Calibration | None:
+    """Read the temperatures of the confidence in drafts.
+
+    Args:
+        folder: of the checkpoint.
+        config: the architecture.
+
+    Returns:
+        The calibration; None without the file, or without draft stages.
+
+    Raises:
+        CalibrationError: a damaged file, or one of another draft.
+    """
+    path = folder / CALIBRATION_FILE
+    if not config.draft.num_stages or not path.is_file():
+        return None
+    return Calibration.load(path, config.draft.block_size)
 
 
 def use_compilation_cache() -> Path:

@@ -89,7 +89,8 @@ class Runner:
         drafting: Drafting | None = None,
     ) -> None:
         # Without drafts no step needs their weights, and all programs are those of a model without.
-        self.weights = weights if drafting is not None else weights.replace(draft=None)
+        is_unused = drafting is None and weights.draft is not None
+        self.weights = weights.replace(draft=None) if is_unused else weights
         self.config, self.numerics, self.target = config, numerics, target
         self.drafting = drafting
         self.sizes, self.num_snapshots, self.is_forbidden = sizes, num_snapshots, is_forbidden

@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..spec_decode.summary import DraftSummary
     from .completion import Completion
     from .llm import LLM
     from .prefix import PrefixCounters
@@ -146,15 +147,17 @@ def _place(engine: LLM) -> str:
 
 def _engine_rows(engine: LLM) -> list[tuple[str, str]]:
     stats, memory = engine.stats, engine.memory
-    return [
+    rows = [
         ("slots", f"{stats.slots_running:,} of {stats.slots:,} running, {stats.waiting:,} waiting"),
         ("pages", f"{stats.pages_used:,} of {stats.pages:,} used or kept for reuse"),
         ("device memory", f"{_size(memory['weights'])} weights, {_size(memory['state'])} state"),
         ("speed", _speed(stats)),
         ("prefix cache", _prefix(stats.prefix)),
-        # Nothing is guessed ahead, so there is nothing to accept.
-        ("acceptance", "no drafts"),
+        ("acceptance", _acceptance(stats.draft)),
     ]
+    if stats.draft is not None and stats.draft.steps:
+        rows.append(("rows verified", _choices(stats.draft)))
+    return rows
 
 
 def _speed(stats: EngineStats) -> str:
@@ -170,6 +173,23 @@ def _prefix(counters: PrefixCounters) -> str:
         total = sum(counters.misses.values())
         misses = f"{total:,} {'miss' if total == 1 else 'misses'} ({', '.join(reasons)})"
     return f"{hits}, {misses}"
+
+
+def _acceptance(draft: DraftSummary | None) -> str:
+    """Say what came of drafts."""
+    if draft is None:
+        return "no drafts"
+    if not draft.rounds:
+        return "nothing yet"
+    share = f" ({draft.draft_acceptance:.0%})" if draft.verified else ""
+    drafts = f"{draft.accepted:,} of {draft.verified:,} drafts accepted{share}"
+    return f"{draft.tau:.2f} tokens a round (tau), {drafts}"
+
+
+def _choices(draft: DraftSummary) -> str:
+    """Say how many steps verified how much, the most frequent first."""
+    counted = sorted(draft.choices.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} in {count / draft.steps:.0%} of steps" for name, count in counted)
 
 
 def _numbers(completion: Completion) -> list[str]:

@@ -215,7 +215,7 @@ def fit_temperatures(
     """
     table, accepted = np.asarray(logits, np.float64), np.asarray(num_accepted, np.int64)
     candidates = np.unique(np.asarray(grid, np.float64))
-    _check_rounds(table, accepted, np.asarray(num_verified, np.int64), candidates)
+    check_rounds(table, accepted, np.asarray(num_verified, np.int64), candidates)
     prefix = np.ones(len(table), np.float64)
     chosen = []
     for k in range(table.shape[1]):
@@ -231,7 +231,18 @@ def fit_temperatures(
     return np.asarray(chosen, np.float64)
 
 
-def _check_rounds(logits: Floats, accepted: Integers, verified: Integers, grid: Floats) -> None:
+def check_rounds(logits: Floats, accepted: Integers, verified: Integers, grid: Floats) -> None:
+    """Refuse rounds or temperatures that nothing can be fitted to.
+
+    Args:
+        logits: [n, K].
+        accepted: [n].
+        verified: [n].
+        grid: [G], temperatures.
+
+    Raises:
+        ValueError: as `fit_temperatures`.
+    """
     shapes = f"logits {logits.shape}, num_accepted {accepted.shape}, num_verified {verified.shape}"
     is_table = logits.ndim == 2 and logits.size > 0
     if not (is_table and accepted.shape == verified.shape == logits.shape[:1]):

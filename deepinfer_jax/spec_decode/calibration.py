@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..sampling_params import SamplingParams
-from .calibrate import DEFAULT_GRID, calibration_errors, fit_temperatures
+from .calibrate import calibration_errors, fit_temperatures
+from .scaling import Scaling, fit_scaling
 
 REGIMES = ("greedy", "sampled", "filtered")
 """Ways of sampling whose acceptance means different things: greedy, temperature only, with a filter."""
@@ -31,7 +32,7 @@ MIN_ROUNDS = 500
 """Rounds without which a regime stays uncalibrated: 20 bins of fewer say little."""
 
 _FORMAT = "deepinfer_jax draft calibration"
-_VERSION = 1
+_VERSION = 2
 
 
 class CalibrationError(ValueError):
@@ -57,10 +58,11 @@ def regime_of(params: SamplingParams) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Temperatures that calibrate the confidences of one draft.
+    """What calibrates the confidences of one draft: c = sigmoid((z + shift) / temperature).
 
     Args:
         temperatures: regime -> K positive temperatures, for every regime.
+        shifts: regime -> K numbers, for every regime; all 0 by default.
         source: where they come from, as JSON can hold it: rounds, errors before and after, date.
 
     Raises:
@@ -69,6 +71,7 @@ class Calibration:
 
     temperatures: Mapping[str, tuple[float, ...]]
     source: Mapping[str, Any] = field(default_factory=dict)
+    shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if set(self.temperatures) != set(REGIMES):
@@ -88,6 +91,14 @@ class Calibration:
                     f"calibration: {name}: got {values}, expected positive numbers; fit them again"
                 )
         object.__setattr__(self, "temperatures", ordered)
+        given = self.shifts or {name: (0.0,) * self.block_size for name in REGIMES}
+        shifts = {name: tuple(float(value) for value in given.get(name, ())) for name in REGIMES}
+        if any(len(one) != self.block_size or not np.isfinite(one).all() for one in shifts.values()):
+            raise CalibrationError(
+                f"calibration: got shifts {dict(self.shifts)}, expected {self.block_size} numbers for each "
+                f"of {list(REGIMES)}; fit them again"
+            )
+        object.__setattr__(self, "shifts", shifts)
 
     @property
     def block_size(self) -> int:
@@ -98,6 +109,10 @@ class Calibration:
         """Give the temperatures as float32 [regimes, K], rows in the order of `REGIMES`."""
         return np.asarray([self.temperatures[name] for name in REGIMES], np.float32)
 
+    def shifts_as_array(self) -> NDArray[np.float32]:
+        """Give the shifts as float32 [regimes, K], rows in the order of `REGIMES`."""
+        return np.asarray([self.shifts[name] for name in REGIMES], np.float32)
+
     def save(self, path: str | Path) -> None:
         """Write the calibration as JSON.
 
@@ -105,7 +120,11 @@ class Calibration:
             path: the file, by convention `CALIBRATION_FILE` in the checkpoint's folder.
         """
         document = {"format": _FORMAT, "version": _VERSION, "block_size": self.block_size}
-        document |= {"temperatures": dict(self.temperatures), "source": dict(self.source)}
+        document |= {
+            "temperatures": dict(self.temperatures),
+            "shifts": dict(self.shifts),
+            "source": dict(self.source),
+        }
         Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -136,12 +155,14 @@ class Calibration:
                 f"{path}: got format {found}, expected {(_FORMAT, _VERSION)}; fit the calibration again"
             )
         temperatures, source = document.get("temperatures"), document.get("source")
-        if not _is_table(temperatures) or not isinstance(source, dict):
+        shifts = document.get("shifts")
+        if not _is_table(temperatures) or not _is_table(shifts) or not isinstance(source, dict):
             raise CalibrationError(
-                f"{path}: got temperatures {temperatures!r} and source {source!r}, expected numbers by "
-                "regime and facts by name; fit the calibration again"
+                f"{path}: got temperatures {temperatures!r}, shifts {shifts!r} and source {source!r}, "
+                "expected numbers by regime and facts by name; fit the calibration again"
             )
-        calibration = cls({name: tuple(row) for name, row in temperatures.items()}, source)
+        tables = ({name: tuple(row) for name, row in table.items()} for table in (temperatures, shifts))
+        calibration = cls(next(tables), source, next(tables))
         if calibration.block_size != block_size:
             raise CalibrationError(
                 f"{path}: got a calibration of {calibration.block_size} positions, expected {block_size} "
@@ -168,11 +189,11 @@ def fit_calibration(
     num_verified: ArrayLike,
     regimes: ArrayLike,
     source: Mapping[str, Any] | None = None,
-    grid: ArrayLike = DEFAULT_GRID,
+    method: str = "scaling",
 ) -> Calibration:
-    """Fit the temperatures of every regime on fully verified rounds.
+    """Fit every regime on fully verified rounds.
 
-    A regime with fewer than `MIN_ROUNDS` keeps temperatures of 1.
+    A regime with fewer than `MIN_ROUNDS` stays as it is.
 
     Args:
         logits: float64 [n, K] raw confidence logits.
@@ -180,7 +201,7 @@ def fit_calibration(
         num_verified: int [n] drafts whose outcome is known; must be K everywhere.
         regimes: int [n], index into `REGIMES`.
         source: further facts to keep, such as the model and the date.
-        grid: temperatures to try.
+        method: "scaling" for temperatures and shifts, "temperatures" for the published method alone.
 
     Returns:
         The calibration; its source says rounds and calibration errors before and after, by regime.
@@ -192,19 +213,25 @@ def fit_calibration(
     """
     table, accepted = np.asarray(logits, np.float64), np.asarray(num_accepted, np.int64)
     verified, rows = np.asarray(num_verified, np.int64), np.asarray(regimes, np.int64)
-    temperatures, facts = {}, {}
+    size = table.shape[1]
+    temperatures, shifts, facts = {}, {}, {}
     for index, name in enumerate(REGIMES):
         own = rows == index
         num_rounds = int(own.sum())
-        fitted = np.ones(table.shape[1], np.float64)
+        fitted = Scaling(np.ones(size, np.float64), np.zeros(size, np.float64))
         facts[name] = {"rounds": num_rounds, "fitted": num_rounds >= MIN_ROUNDS}
         if num_rounds >= MIN_ROUNDS:
-            before = calibration_errors(table[own], accepted[own], fitted)
-            fitted = fit_temperatures(table[own], accepted[own], verified[own], grid)
-            after = calibration_errors(table[own], accepted[own], fitted)
+            data = (table[own], accepted[own], verified[own])
+            before = calibration_errors(data[0], data[1], fitted.temperatures)
+            if method == "scaling":
+                fitted = fit_scaling(*data)
+            else:
+                fitted = Scaling(fit_temperatures(*data), fitted.shifts)
+            after = calibration_errors(data[0] + fitted.shifts, data[1], fitted.temperatures)
             facts[name] |= {"error_before": _rounded(before), "error_after": _rounded(after)}
-        temperatures[name] = tuple(fitted.tolist())
-    return Calibration(temperatures, {**(source or {}), "regimes": facts})
+        temperatures[name] = tuple(round(value, 6) for value in fitted.temperatures.tolist())
+        shifts[name] = tuple(round(value, 6) for value in fitted.shifts.tolist())
+    return Calibration(temperatures, {**(source or {}), "method": method, "regimes": facts}, shifts)
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:

@@ -167,7 +167,7 @@ def draft_tokens(
     (_, token_ids), sampled = lax.scan(choose, start, jnp.arange(size, dtype=jnp.int32))
     previous = jnp.concatenate([anchors.token_ids[:, None], token_ids[:, :-1]], axis=1)
     laws = None if sampled.law is None else jnp.moveaxis(sampled.law, 0, 1)
-    return Drafts(token_ids, confidence_logits(states, previous, draft), laws)
+    return Drafts(token_ids, confidence_logits(states, previous, draft, numerics), laws)
 
 
 def _run_stages(

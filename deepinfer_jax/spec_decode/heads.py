@@ -67,15 +67,16 @@ def markov_bias(previous_ids: Array, draft: DraftWeights, numerics: Numerics) ->
     return map_tiles(lambda tile: linear_float32(tile, draft.markov_head), embedded, ROW_TILE)
 
 
-def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights) -> Array:
+def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights, numerics: Numerics) -> Array:
     """Estimate how likely each draft is accepted if all before it are: z = w [x ; W1[token before]].
 
-    The state is the one before the norm. A sum of each row alone, so that no other row changes a bit.
+    The state is the one before the norm.
 
     Args:
         states: [B, K, D].
         previous_ids: int32 [B, K], the anchor and all drafts but the last.
         draft: the draft stages' weights.
+        numerics: the static choice of arithmetic.
 
     Returns:
         float32 [B, K], to go through a sigmoid; z divided by a temperature is the calibrated logit.
@@ -84,4 +85,10 @@ def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights) -
     """
     embedded = draft.markov_embed[previous_ids]
     inputs = jnp.concatenate([states.astype(jnp.float32), embedded.astype(jnp.float32)], axis=-1)
-    return jnp.sum(inputs * draft.confidence_proj[0].astype(jnp.float32)[None, None, :], axis=-1)
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    weight = draft.confidence_proj.astype(jnp.float32)
+    if numerics.batch_invariant:
+        logits = map_tiles(lambda tile: linear_float32(tile, weight), rows, ROW_TILE)
+    else:
+        logits = linear_float32(rows, weight)
+    return logits.reshape(previous_ids.shape)

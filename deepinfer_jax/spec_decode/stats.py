@@ -62,7 +62,9 @@ class DraftStats:
         self, block_size: int, calibration: Calibration | None = None, budgets: Sequence[int] = ()
     ) -> None:
         self._block = block_size
-        self._temperatures = np.asarray((calibration or uncalibrated(block_size)).as_array(), np.float64)
+        known = calibration or uncalibrated(block_size)
+        self._temperatures = np.asarray(known.as_array(), np.float64)
+        self._shifts = np.asarray(known.shifts_as_array(), np.float64)
         if self._temperatures.shape[1] != block_size:
             raise ValueError(
                 f"calibration: got {self._temperatures.shape[1]} positions, expected {block_size} (the "
@@ -188,7 +190,7 @@ class DraftStats:
         self._judged += is_judged.sum(axis=0)
         self._reached += (is_judged & (accepted[:, None] >= positions)).sum(axis=0)
         self._passed += is_accepted.sum(axis=0)
-        survivals = survivals_of(logits, self._temperatures[regime])
+        survivals = survivals_of(logits + self._shifts[regime], self._temperatures[regime])
         # A broken confidence costs time, never a token, so it is counted and stops nothing.
         is_number = ~np.isnan(survivals)
         self._without_confidence += int((~is_number).any(axis=1).sum())

@@ -105,7 +105,7 @@ def test_device_bytes_of_the_nano_model_are_those_of_its_files(raw_tensors: Call
     with resources.as_file(folder) as path:
         config, raw = read_config(path), raw_tensors(path)
         weights = load_weights(path, config, jnp.bfloat16).replace(token_map=None)
-    assert config.is_quantized and config.draft.num_stages == 0
+    assert config.is_quantized and config.draft.num_stages == 3
     device_bytes = sum(array.nbytes for array in jax.tree.leaves(weights))
     assert device_bytes == sum(len(tensor.data) for tensor in raw.values())
     quantised = [leaf for leaf in leaves(weights) if isinstance(leaf, QuantArray)]

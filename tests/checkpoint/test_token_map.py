@@ -49,7 +49,12 @@ def tokenizer_path(tmp_path: Path) -> Path:
 def make_config(golden: Path, vocab: int, classes: int) -> ModelConfig:
     config = read_config(golden / "tiny_bf16")
     return replace(
-        config, vocab_size=vocab, engram_compressed_vocab_size=classes, image_token_id=3, eos_token_id=1
+        config,
+        vocab_size=vocab,
+        engram_compressed_vocab_size=classes,
+        image_token_id=3,
+        eos_token_id=1,
+        draft=replace(config.draft, noise_token_id=0),
     )
 
 

@@ -53,7 +53,7 @@ class FakeLLM:
         self.model, self.options, self.num_steps, self.is_open = model, options, 0, True
         self.jobs: list[FakeJob] = []
         self.most_jobs = 0
-        self.stats = SimpleNamespace(slots=slots, generated_tokens=0)
+        self.stats = SimpleNamespace(slots=slots, generated_tokens=0, draft=None)
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -244,6 +244,21 @@ def test_a_run_writes_all_records_and_one_line_of_summary(
     assert done.err.endswith("tokens/s)\n") and done.err.count("\n") == 1
 
 
+def test_the_summary_says_what_came_of_drafts(
+    batch: Callable[..., Output], lines: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drafting(FakeLLM):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.stats.draft = SimpleNamespace(rounds=4, tau=2.5, draft_acceptance=0.375)
+
+    monkeypatch.setattr("deepinfer_jax.engine.llm.LLM", Drafting)
+    said = batch("--drafts", "fixed").err
+    assert said.endswith(" tokens/s), tau 2.50 (tokens a round of drafts; 38% of drafts accepted)\n")
+    assert said.count("\n") == 1
+    assert "tau" not in batch("--drafts", "fixed").err
+
+
 def test_a_finished_run_is_not_run_again_and_loads_no_model(
     batch: Callable[..., Output], lines: list[bytes]
 ) -> None:
@@ -340,6 +355,8 @@ def test_paths_that_cannot_be_used_are_refused_before_the_model_is_loaded(
         (["--slots", "3"], ["num_slots", "3", "[None, 1, 8, 16, 64, 256]"]),
         (["--max-context", "0"], ["max_context", "0"]),
         (["--max-pending", "0"], ["--max-pending", "0", "1 or more"]),
+        (["--max-drafts", "0"], ["max_drafts", "0", "1 or more"]),
+        (["--draft-threshold", "-0.5"], ["draft_threshold", "-0.5", "between 0 and 1"]),
         (["--model", "nowhere"], ["model folder", "nowhere"]),
     ],
     ids=lambda words: words[0].strip("-"),
@@ -357,6 +374,8 @@ def test_another_input_or_other_options_are_refused_and_nothing_is_lost(
     records = batch().records
     FakeLLM.made = 0
     changes = [["--numerics", "float32"], ["--prefill", "bounded"], ["--max-context", "512"]]
+    # Drafts that are not coupled give other tokens.
+    changes += [["--drafts", "fixed", "--verification", "block"]]
     for words in [*changes, ["--cache-format", "bf16"], ["--no-batch-invariant"], ["--mesh", "1"]]:
         refused = batch(*words)
         assert_refused(refused, "out.jsonl line 1", "another input or with other options", "--overwrite")
@@ -364,6 +383,8 @@ def test_another_input_or_other_options_are_refused_and_nothing_is_lost(
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([*lines[:7], line_of(3), *lines[8:]]))
     assert_refused(batch(), "out.jsonl line 8", "another input")
     # What changes no record may change.
+    assert batch("--drafts", "dynamic", "--max-drafts", "2").records == records
+    assert batch("--verification", "rejection").records == records
     (tmp_path / "in.jsonl").write_bytes(b"\r\n".join(lines))
     assert batch("--slots", "8", "--max-pending", "3", "--model", "nano").code == 0
 
@@ -417,12 +438,17 @@ def test_every_option_arrives(
     monkeypatch.setattr("deepinfer_jax.engine.llm.LLM", Kept)
     words = ["--model", str(NANO_FOLDER), "--numerics", "float32", "--cache-format", "fp8"]
     words += ["--no-batch-invariant", "--prefill", "bounded", "--slots", "8", "--max-context", "256"]
+    words += ["--drafts", "dynamic", "--verification", "rejection", "--max-drafts", "3"]
+    words += ["--draft-threshold", "0.75"]
     assert batch(*words, "--mesh", "2x4", "--layout", "tensor", "--overwrite").code == 0
     assert found[0].model == str(NANO_FOLDER)
     assert found[0].options == {
         **{"numerics": "float32", "batch_invariant": False, "cache_format": "fp8"},
         **{"mesh": "2x4", "layout": "tensor"},
-        "options": EngineConfig(prefill="bounded", num_slots=8, max_context=256),
+        "options": EngineConfig(
+            **{"prefill": "bounded", "num_slots": 8, "max_context": 256, "drafts": "dynamic"},
+            **{"verification": "rejection", "max_drafts": 3, "draft_threshold": 0.75},
+        ),
     }
     assert batch("--overwrite").code == 0
     assert found[1].model is None

@@ -10,6 +10,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from deepinfer_jax.checkpoint import write_checkpoint
 from deepinfer_jax.cli import EXIT_FAILED, EXIT_REFUSED, main
 from deepinfer_jax.config_json import parse_config
 from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.spec_decode.stats import DraftStats
 from deepinfer_jax.step import ONE_DEVICE
 from deepinfer_jax.testing.presets import SMALLEST, random_weights
 
@@ -223,12 +225,15 @@ def test_every_option_arrives(captured: Callable[..., Captured]) -> None:
         *("--min-tokens", "3", "--stop-token-ids", "5,7", "--bad-token-ids", "8 9,1", "--ignore-eos"),
         *("--seed", str(2**64 - 1), "--mesh", "2x4", "--layout", "tensor"),
         *("--stop", "the end", "--stop", "\n", "--include-stop", "--n", "3"),
+        *("--drafts", "threshold", "--verification", "block", "--max-drafts", "2"),
+        *("--draft-threshold", "0.25"),
     )
     expected = {"folder": "here", "numerics": "float32", "batch_invariant": False, "cache_format": "fp8"}
     expected |= {"mesh": "2x4", "layout": "tensor", **NOT_OFFERED}
     assert found.load == expected
     # As large as these prompts need.
-    assert found.options == EngineConfig(prefill="bounded", num_slots=8, max_context=12)
+    drafts = {"drafts": "threshold", "verification": "block", "max_drafts": 2, "draft_threshold": 0.25}
+    assert found.options == EngineConfig(prefill="bounded", num_slots=8, max_context=12, **drafts)
     assert found.params == SamplingParams(
         **{"max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125},
         **{"repetition_penalty": 1.5, "presence_penalty": -2.0, "frequency_penalty": 0.75, "min_tokens": 3},
@@ -269,6 +274,41 @@ def test_one_prompt_is_printed_as_it_comes(command: Command, made: dict[str, Any
     # Several outputs are printed one after the other, as several prompts are.
     assert command("generate", *PROMPTS, "--n", "2") == Output(0, "ab\n" * 4, "")
     assert "2 tokens at" in command(*ONE_PROMPT, "--stats").err
+
+
+def test_drafts_of_a_model_without_draft_stages_are_refused(command: Command, official_folder: str) -> None:
+    words = ["generate", "--model", official_folder, *PROMPTS, "--drafts", "fixed"]
+    assert_refused(command(*words), "drafts", "'fixed'", "'off'", "no draft stages", "leave drafts off")
+
+
+def test_statistics_say_what_came_of_drafts(
+    command: Command, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = DraftStats(5)
+    counts = {"num_tokens": [3], "num_verified": [5], "num_accepted": [2]}
+    stats.add(**counts, logits=[[0.0] * 5], regimes=[0], choice=1)
+    drafted = EngineStats(generated_tokens=3, draft=stats.summary())
+    monkeypatch.setattr(f"{__name__}.EngineStats", lambda **_: drafted)
+    made["tokenizer"] = object()
+    assert command(*ONE_PROMPT, "--stats").err.endswith(
+        " tokens/s, tau 3.00 (tokens a round of drafts; 40% of drafts accepted)\n"
+    )
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_without_a_place(
+    command: Command, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WarningLLM(FakeLLM):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            warnings.warn("drafts='dynamic': no step times", RuntimeWarning, stacklevel=2)
+
+    monkeypatch.setattr("deepinfer_jax.engine.llm.LLM", WarningLLM)
+    output = command("generate", *PROMPTS)
+    assert output == Output(
+        0, "3,4\n3,4\n", "deepinfer_jax generate: warning: drafts='dynamic': no step times\n"
+    )
 
 
 def test_invalid_output_of_a_stream_is_one_line_and_exit_code_1(
@@ -391,6 +431,9 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "too_many_stop_texts": ([f"--stop={number}" for number in range(65)], ["stop", "at most 64"]),
     "stop_without_tokenizer": (["--stop", "x"], ["prompt 0", "['x']", "no tokenizer", "use stop_token_ids"]),
     "no_output": (["--n", "0"], ["n:", "got 0", "1..64", "change"]),
+    "no_draft": (["--drafts", "fixed", "--max-drafts", "0"], ["max_drafts", "got 0", "1 or more", "change"]),
+    "threshold": (["--draft-threshold", "1.5"], ["draft_threshold", "1.5", "between 0 and 1", "change"]),
+    "threshold_nan": (["--draft-threshold", "nan"], ["draft_threshold", "nan", "between 0 and 1"]),
     "too_many_outputs": (["--n", "65"], ["n:", "got 65", "1..64", "change"]),
 }
 """Words after a prompt that is right, and what the refusal must say."""
@@ -418,6 +461,10 @@ def test_bad_options(command: Command, name: str) -> None:
         ["generate", "--min-tokens", "few"],
         ["generate", "--min-p", "x"],
         ["generate", "--prefill", "fast"],
+        ["generate", "--drafts", "all"],
+        ["generate", "--verification", "none"],
+        ["generate", "--max-drafts", "few"],
+        ["generate", "--draft-threshold", "low"],
         ["generate", "--ignore-eos=yes"],
         ["generate", "--no-batch-invariant=1"],
         ["generate", "--stop-token-ids"],
@@ -442,7 +489,7 @@ def test_help_of_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "deepinfer_jax", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    for word in ("generate", "batch", "layout", "params", "doctor", "example:"):
+    for word in ("generate", "batch", "costs", "layout", "params", "doctor", "example:"):
         assert word in done.stdout
 
 

@@ -6,6 +6,7 @@ Read next: `deepinfer_jax/cli/doctor.py`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -18,12 +19,18 @@ from typing import Any
 import jax
 import pytest
 
+from deepinfer_jax import EngineConfig
 from deepinfer_jax.assets import NANO_FOLDER
 from deepinfer_jax.cli import doctor, main
+from deepinfer_jax.config_json import read_config
 from deepinfer_jax.engine import load as loading
+from deepinfer_jax.engine.measure import identify
 from deepinfer_jax.kernels.dispatch import Unavailable
 from deepinfer_jax.kernels.pallas.hyper_connection import api as hyper_connection
 from deepinfer_jax.kernels.pallas.sparse_attention import api as sparse_attention
+from deepinfer_jax.model.numerics import OFFICIAL
+from deepinfer_jax.spec_decode.costs import CostTable, default_path
+from deepinfer_jax.testing.presets import SMALLEST
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +83,8 @@ def test_the_versions_are_those_of_the_modules(found: Found) -> None:
 
 def test_the_embedded_model_is_what_its_card_says(found: Found) -> None:
     model, card = found()["embedded model"], (NANO_FOLDER / "MODEL_CARD.md").read_text()
-    assert f"{model['parameters'] / 1e6:.1f} M-parameter" in card
+    for name in ("parameters", "draft parameters"):
+        assert f" {model[name] / 1e6:.1f} M" in card, name
     assert model["weights"] > model["parameters"] // 2
 
 
@@ -194,6 +202,38 @@ def test_functions_of_one_operation_are_told_apart(found: Found, monkeypatch: py
     monkeypatch.setattr(hyper_connection, "ENTER_IMPLEMENTATIONS", table)
     reason = found()["features"]["kernel hyper_connection"]["reason"]
     assert reason == "leave: the reference runs (nothing else is written yet)"
+
+
+@pytest.fixture
+def drafting_nano(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Put a model with draft stages in the place of the embedded one, and keep its step times apart."""
+    monkeypatch.setattr("deepinfer_jax.assets.NANO_FOLDER", ROOT / "tests" / "golden" / "tiny_fp8fp4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("drafting_nano")
+def test_drafts_are_on_and_want_step_times(found: Found, capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "no step times were measured for this engine; measure them once"
+    line = found()["features"]["speculative drafts"]
+    assert line == {"on": True, "costs": None, "reason": reason}
+    words = f"on   drafts='dynamic' verifies all drafts: {reason} (run: deepinfer_jax costs)"
+    assert words in text_of(capsys)
+
+
+@pytest.mark.usefixtures("drafting_nano")
+def test_step_times_of_the_default_engine_are_dated(found: Found, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, nothing = ROOT / "tests" / "golden" / "tiny_fp8fp4", None
+    model: Any = loading.Model(read_config(folder), nothing, OFFICIAL, None, name=folder.name)
+    engine, today = identify(model, EngineConfig()), datetime.date.today().isoformat()
+    CostTable(engine, today, {64: 1.0}, {1: 0.1}, 1.5).save(default_path(engine))
+    assert found()["features"]["speculative drafts"] == {"on": True, "costs": today}
+    assert f"step times of the default engine were measured on {today}" in text_of(capsys)
+
+
+def test_a_model_without_draft_stages_drafts_nothing(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer_jax.config_json.read_config", lambda _: SMALLEST)
+    line = found()["features"]["speculative drafts"]
+    assert line["on"] is False and "no draft stages" in line["reason"]
 
 
 def test_every_operation_with_a_table_is_asked(found: Found) -> None:

@@ -6,6 +6,7 @@ Read next: `test_target.py`, loading onto a mesh.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ import jax
 import pytest
 
 from deepinfer_jax import LLM, EngineConfig, RequestError, load
+from deepinfer_jax.config_json import read_config
+from deepinfer_jax.engine.load import as_model, read_calibration
 from deepinfer_jax.model.numerics import FLOAT32, Numerics
+from deepinfer_jax.spec_decode.calibration import (
+    CALIBRATION_FILE,
+    REGIMES,
+    Calibration,
+    CalibrationError,
+    uncalibrated,
+)
+from deepinfer_jax.testing.presets import SMALLEST
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -54,3 +65,59 @@ def test_an_unknown_cache_format_is_refused() -> None:
 def test_unknown_numerics_are_refused_before_the_folder_is_read() -> None:
     with pytest.raises(RequestError, match=r"numerics: got 'float16', expected one of \['float32', 'offi"):
         load("nowhere", "float16")
+
+
+@pytest.fixture
+def drafted_folder(tmp_path: Path) -> Path:
+    """The tiny checkpoint, which has draft stages, in a folder that may get a calibration."""
+    return Path(shutil.copytree(GOLDEN / "tiny_bf16", tmp_path / "drafted"))
+
+
+def test_draft_stages_come_with_the_calibration_of_their_folder(drafted_folder: Path) -> None:
+    assert load(drafted_folder, "float32").calibration is None
+    block_size = read_config(drafted_folder).draft.block_size
+    calibration = Calibration({name: (1.5,) * block_size for name in REGIMES}, {"rounds": 7})
+    calibration.save(drafted_folder / CALIBRATION_FILE)
+    model = load(drafted_folder, "float32")
+    assert model.calibration == calibration
+    assert model.weights.draft is not None
+    assert (model.folder, model.name) == (drafted_folder, "drafted")
+
+
+def test_draft_stages_and_their_calibration_are_loaded_onto_a_mesh(drafted_folder: Path) -> None:
+    block_size = read_config(drafted_folder).draft.block_size
+    uncalibrated(block_size).save(drafted_folder / CALIBRATION_FILE)
+    model = load(drafted_folder, "float32", mesh="2", layout="data")
+    assert model.calibration == uncalibrated(block_size)
+    for leaf in jax.tree.leaves(model.weights.draft):
+        assert len(leaf.sharding.device_set) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "got no JSON"), ('{"format": "else"}', "got format"), (None, "of 7 positions, expected 3")],
+    ids=["cut off", "of something else", "of another draft"],
+)
+def test_a_damaged_calibration_is_refused_before_the_weights_are_read(
+    drafted_folder: Path, content: str | None, message: str
+) -> None:
+    path = drafted_folder / CALIBRATION_FILE
+    uncalibrated(7).save(path) if content is None else path.write_text(content)
+    for weights in drafted_folder.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(CalibrationError, match=message) as refused:
+        load(drafted_folder, "float32")
+    assert CALIBRATION_FILE in str(refused.value)
+
+
+def test_without_draft_stages_no_calibration_is_read(drafted_folder: Path) -> None:
+    (drafted_folder / CALIBRATION_FILE).write_text("{")
+    assert read_calibration(drafted_folder, SMALLEST) is None
+
+
+def test_a_loaded_model_is_taken_as_it_is() -> None:
+    model = load(GOLDEN / "tiny_bf16", "float32")
+    assert as_model(model) is model
+    with pytest.raises(RequestError, match="got a loaded model and how to load it"):
+        as_model(model, mesh="2")
+    assert as_model(GOLDEN / "tiny_bf16", "float32").numerics == FLOAT32

@@ -62,11 +62,11 @@ def test_every_file_is_small_enough_for_git() -> None:
     assert {name: size for name, size in sizes.items() if size >= MAX_FILE_BYTES} == {}
 
 
-def test_it_is_in_the_official_mixed_layout_without_draft_stages() -> None:
+def test_it_is_in_the_official_mixed_layout_with_draft_stages() -> None:
     config = read_config(NANO_FOLDER)
     assert config.is_quantized
     document = json.loads((NANO_FOLDER / "config.json").read_text(encoding="utf-8"))
-    assert document["text_config"]["num_nextn_predict_layers"] == config.draft.num_stages == 0
+    assert document["text_config"]["num_nextn_predict_layers"] == config.draft.num_stages == 3
 
 
 def test_it_comes_with_a_model_card() -> None:

@@ -6,6 +6,7 @@ Read next: `test_scheduler.py`, whose devices know when they are asked for somet
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def run(
     numbers: list[int] = []
     # There is nothing to keep for reuse.
     config = EngineConfig(**options, prefix_cache=False)
-    weights: Any = None
+    weights: Any = SimpleNamespace(draft=None)
     found = generate_ids(
         *(weights, SMALLEST, FLOAT32, prompts, params, lambda number, _: numbers.append(number)),
         options=config,

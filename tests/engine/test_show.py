@@ -26,6 +26,7 @@ from deepinfer_jax.engine.show import (
     engine_text,
 )
 from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.spec_decode.stats import DraftStats
 
 MARKUP = "<script>alert('a & b')</script>"
 
@@ -175,6 +176,36 @@ def test_an_engine_says_how_full_and_how_fast_it_is() -> None:
         "  speed          1,200.0 tokens/s (2,400 generated from 1,000 of prompts)",
         "  prefix cache   1 hit (256 tokens), 3 misses (2 new, 1 short)",
         "  acceptance     no drafts",
+    ]
+
+
+def draft_stats(choices: list[int]) -> DraftStats:
+    """Count steps of two slots: four drafts verified and three accepted where any were made."""
+    stats = DraftStats(5, budgets=(64, 128))
+    for choice in choices:
+        made = {"num_tokens": [1, 1], "num_verified": [0, 0], "num_accepted": [0, 0]}
+        if choice:
+            made = {"num_tokens": [3, 2], "num_verified": [2, 2], "num_accepted": [2, 1]}
+        stats.add(**made, logits=[[0.0] * 5] * 2, regimes=[0, 0], choice=choice)
+    return stats
+
+
+def test_an_engine_with_drafts_says_what_came_of_them() -> None:
+    stats = EngineStats(draft=draft_stats([0] + [3] * 2 + [1] * 5).summary())
+    assert engine_text(engine_of(stats)).splitlines()[-2:] == [
+        "  acceptance     2.50 tokens a round (tau), 21 of 28 drafts accepted (75%)",
+        "  rows verified  64 rows in 62% of steps, full block in 25% of steps, no draft in 12% of steps",
+    ]
+    assert "rows verified" in engine_html(engine_of(stats))
+
+
+def test_an_engine_that_made_no_draft_yet_is_shown() -> None:
+    fresh = engine_text(engine_of(EngineStats(draft=draft_stats([]).summary()))).splitlines()
+    assert fresh[-1] == "  acceptance     nothing yet"
+    skipped = engine_text(engine_of(EngineStats(draft=draft_stats([0]).summary()))).splitlines()
+    assert skipped[-2:] == [
+        "  acceptance     nothing yet",
+        "  rows verified  no draft in 100% of steps",
     ]
 
 

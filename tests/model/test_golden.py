@@ -18,8 +18,8 @@ from deepinfer_jax.arrays import QuantArray, spec_leaves
 from deepinfer_jax.checkpoint.reader import load_weights
 from deepinfer_jax.config_json import read_config
 from deepinfer_jax.model.backbone import NO_TAPS, Taps
+from deepinfer_jax.model.draft_weights import all_weight_specs
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
-from deepinfer_jax.model.weights import weight_specs
 from deepinfer_jax.testing.golden import (
     ChunkRunner,
     read_golden,
@@ -260,7 +260,7 @@ def test_quantized_model_dequantized_weights(quantized_weights, mode: str) -> No
 
 def test_quantized_weights_are_resident_as_bytes(quantized_weights) -> None:
     """What the tests of the quantised model run on: its matrices are not widened anywhere before a step."""
-    specs = dict(spec_leaves(weight_specs(TINY)))
+    specs = dict(spec_leaves(all_weight_specs(TINY)))
     leaves = jax.tree_util.tree_leaves_with_path(quantized_weights, is_leaf=is_quantized)
     found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert {name for name, leaf in found.items() if is_quantized(leaf)} == {

@@ -12,6 +12,7 @@ import pytest
 from deepinfer_jax.arrays import Storage, spec_leaves
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.config_json import read_config
+from deepinfer_jax.model.draft_weights import all_weight_specs
 from deepinfer_jax.model.weights import count_parameters, take_layer, weight_specs
 from deepinfer_jax.testing.presets import TINY, random_weights
 
@@ -49,7 +50,7 @@ def test_every_tensor_has_a_name_of_its_own(released) -> None:
 
 
 def test_random_weights_have_the_declared_shapes() -> None:
-    specs = dict(spec_leaves(weight_specs(TINY)))
+    specs = dict(spec_leaves(all_weight_specs(TINY)))
     drawn = leaves(random_weights(TINY, jax.random.key(0)))
     assert drawn.pop("token_map").shape == (TINY.vocab_size,)
     assert {name: array.shape for name, array in drawn.items()} == {
@@ -65,7 +66,7 @@ def test_random_weights_have_no_idle_leaf() -> None:
 
 
 def test_random_weights_in_bfloat16_keep_float32_where_declared() -> None:
-    specs = dict(spec_leaves(weight_specs(TINY)))
+    specs = dict(spec_leaves(all_weight_specs(TINY)))
     drawn = leaves(random_weights(TINY, jax.random.key(0), jnp.bfloat16))
     for name, spec in specs.items():
         assert drawn[name].dtype == (np.float32 if spec.storage is Storage.F32 else jnp.bfloat16), name

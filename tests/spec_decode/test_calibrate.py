@@ -37,6 +37,7 @@ from deepinfer_jax.spec_decode.calibration import (
     uncalibrated,
 )
 from deepinfer_jax.spec_decode.plots import plot_reliability
+from deepinfer_jax.spec_decode.scaling import fit_scaling
 from deepinfer_jax.testing.tolerances import assert_close
 
 CASES = Path(__file__).parents[1] / "golden" / "dspark_scheduler_cases.json"
@@ -54,9 +55,9 @@ def traffic(seed: int, num_rounds: int = 20_000) -> tuple[np.ndarray, np.ndarray
     return logits, np.cumprod(is_accepted, axis=1).sum(axis=1)
 
 
-def verified(num_accepted: np.ndarray) -> np.ndarray:
+def verified(num_accepted: np.ndarray, block: int = BLOCK) -> np.ndarray:
     """Verify every draft."""
-    return np.full(len(num_accepted), BLOCK)
+    return np.full(len(num_accepted), block)
 
 
 @pytest.mark.parametrize("case", CALIBRATION_CASES, ids=lambda case: case["id"])
@@ -156,11 +157,13 @@ def test_regimes_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     regimes[-200:] = FILTERED
     # What is accepted in one regime says nothing of another.
     accepted[regimes == GREEDY] = BLOCK
-    found = fit_calibration(logits, accepted, verified(accepted), regimes, {"model": "nano"})
+    arguments = (logits, accepted, verified(accepted), regimes, {"model": "nano"})
+    found = fit_calibration(*arguments, method="temperatures")
     assert found.temperatures["filtered"] == (1.0,) * BLOCK
     own = regimes == SAMPLED
     alone = fit_temperatures(logits[own], accepted[own], verified(accepted[own]))
-    assert found.temperatures["sampled"] == tuple(alone)
+    assert found.temperatures["sampled"] == tuple(np.round(alone, 6))
+    assert found.shifts["sampled"] == (0.0,) * BLOCK
     assert found.temperatures["greedy"][0] < found.temperatures["sampled"][0]
     facts = found.source["regimes"]
     assert found.source["model"] == "nano"
@@ -171,26 +174,33 @@ def test_regimes_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     rows = {"greedy": (0.5, 2.0), "sampled": (1.25, 1.0), "filtered": (3.0, 0.75)}
-    calibration = Calibration(rows, {"rounds": 12})
+    shifts = {"greedy": (-0.5, 0.0), "sampled": (0.0, 0.25), "filtered": (1.0, 2.0)}
+    calibration = Calibration(rows, {"rounds": 12}, shifts)
     calibration.save(tmp_path / CALIBRATION_FILE)
     found = Calibration.load(tmp_path / CALIBRATION_FILE, block_size=2)
     assert found == calibration
     assert found.as_array().dtype == np.float32
     assert found.as_array().tolist() == [[0.5, 2.0], [1.25, 1.0], [3.0, 0.75]]
-    assert (uncalibrated(BLOCK).as_array() == 1).all()
+    assert found.shifts_as_array().tolist() == [[-0.5, 0.0], [0.0, 0.25], [1.0, 2.0]]
+    assert (uncalibrated(BLOCK).as_array() == 1).all() and not uncalibrated(BLOCK).shifts_as_array().any()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "a note"}, "got format"),
-        ({"version": 2}, "got format"),
+        ({"version": 1}, "got format"),
+        ({"shifts": {name: [0.0] for name in REGIMES}}, "got shifts"),
+        ({"shifts": {name: ["x"] for name in REGIMES}}, "expected numbers by regime"),
         ({"temperatures": [1.0]}, "got temperatures"),
         ({"temperatures": {name: ["1", 1.0] for name in REGIMES}}, "got temperatures"),
         ({"temperatures": {"greedy": [1.0, 1.0]}}, "got regimes"),
         ({"temperatures": {name: [1.0, -1.0] for name in REGIMES}}, "positive"),
         ({"temperatures": {"greedy": [1.0], "sampled": [1.0, 1.0], "filtered": [1.0]}}, "block size"),
-        ({"temperatures": {name: [1.0] * 3 for name in REGIMES}}, "3 positions, expected 2"),
+        (
+            {key: {name: [1.0] * 3 for name in REGIMES} for key in ("temperatures", "shifts")},
+            "3 positions, expected 2",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, change, message: str) -> None:
@@ -229,3 +239,20 @@ def test_picture_is_written(tmp_path: Path) -> None:
 def test_matplotlib_is_imported_late() -> None:
     code = "import sys, deepinfer_jax.spec_decode.plots; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_shift_reaches_what_no_temperature_can() -> None:
+    """Coupled verification accepts (1 - t) / (1 + t) where the head was taught 1 - t."""
+    random = np.random.default_rng(6)
+    logits = random.normal(0.5, 1.5, (20_000, 3))
+    taught = 1 / (1 + np.exp(-logits))
+    chances = taught / (2 - taught)
+    accepted = np.cumprod(random.random(chances.shape) < chances, axis=1).sum(axis=1)
+    fit, held = slice(0, 10_000), slice(10_000, None)
+    temperatures = fit_temperatures(logits[fit], accepted[fit], verified(accepted[fit], 3))
+    scaling = fit_scaling(logits[fit], accepted[fit], verified(accepted[fit], 3))
+    before = calibration_errors(logits[held], accepted[held], np.ones(3))
+    scaled = calibration_errors(logits[held], accepted[held], temperatures)
+    shifted = calibration_errors(logits[held] + scaling.shifts, accepted[held], scaling.temperatures)
+    assert before.max() > 0.1 and scaled.max() > 0.04 and shifted.max() < 0.02
+    assert (scaling.shifts < 0).all()

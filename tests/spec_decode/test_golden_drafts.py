@@ -6,9 +6,9 @@ Separate from `../test_speculate.py` because an independent implementation says 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from deepinfer_jax.config_json import read_config
 from deepinfer_jax.model.backbone import backbone
 from deepinfer_jax.model.cache import Cache, empty_cache, with_own_pages
 from deepinfer_jax.model.numerics import FLOAT32, Numerics
+from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.weights import Weights
 from deepinfer_jax.sampling.randomness import SAMPLE_TOKEN
 from deepinfer_jax.sampling.state import empty_sampler
 from deepinfer_jax.spec_decode.draft import SLOT_TILE, Anchors, draft_states, draft_tokens
 from deepinfer_jax.spec_decode.heads import base_logits, markov_bias
 from deepinfer_jax.testing.golden import make_rows, read_golden
-
 from deepinfer_jax.testing.tolerances import assert_close
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,8 +47,8 @@ class Step(NamedTuple):
     confidences: np.ndarray
 
 
-@cache
-def weights() -> Any:
+@pytest.fixture(scope="module")
+def weights() -> Weights:
     return load_weights(GOLDEN / "tiny_bf16", CONFIG, jnp.float32)
 
 
@@ -56,40 +57,47 @@ def empty(numerics: Numerics, slots: int = BATCH) -> Cache:
     return with_own_pages(empty_cache(CONFIG, sizes, numerics))
 
 
-def draft(anchor_ids: Array, length: int, cache: Cache, numerics: Numerics) -> tuple[Array, Array, Array]:
+@partial(jax.jit, static_argnames="numerics")
+def draft(
+    weights: Weights, anchor_ids: Array, length: Array, cache: Cache, numerics: Numerics
+) -> tuple[Array, Array, Array]:
     slots = anchor_ids.shape[0]
     anchors = Anchors(anchor_ids, jnp.full(slots, length, jnp.int32), jnp.ones(slots, bool))
-    states = draft_states(weights(), CONFIG, anchors, cache, numerics)
+    states = draft_states(weights, CONFIG, anchors, cache, numerics)
     sampler, is_forbidden = empty_sampler(slots, CONFIG.vocab_size), jnp.zeros(CONFIG.vocab_size, bool)
     drafts = draft_tokens(
-        *(states, weights(), CONFIG, anchors, sampler, is_forbidden, numerics), purpose=SAMPLE_TOKEN
+        *(states, weights, CONFIG, anchors, sampler, is_forbidden, numerics), purpose=SAMPLE_TOKEN
     )
     is_used = jnp.ones(slots * SIZE, bool)
-    base = base_logits(states.reshape(slots * SIZE, -1), is_used, weights(), CONFIG, numerics)
+    base = base_logits(states.reshape(slots * SIZE, -1), is_used, weights, CONFIG, numerics)
     previous = jnp.concatenate([anchor_ids[:, None], drafts.token_ids[:, :-1]], axis=1)
-    bias = markov_bias(previous.reshape(-1), weights().draft, numerics)
+    bias = markov_bias(previous.reshape(-1), weights.draft, numerics)
     return drafts.token_ids, (base + bias).reshape(slots, SIZE, -1), drafts.confidences
 
 
-@cache
-def drafted(mode: str) -> list[Step]:
+@partial(jax.jit, static_argnames="numerics")
+def run(weights: Weights, rows: Rows, cache: Cache, numerics: Numerics) -> Cache:
+    return backbone(weights, CONFIG, rows, cache, numerics)[2]
+
+
+def drafted(weights: Weights, mode: str) -> list[Step]:
     """Decode the golden tokens and draft after each."""
     numerics, golden = NUMERICS[mode], read_golden(GOLDEN, f"decode_kvquant_{mode}")
     tokens = read_golden(GOLDEN, "full_kvquant_off")["input_ids"]
-    run = jax.jit(lambda rows, cache: backbone(weights(), CONFIG, rows, cache, numerics)[2])
-    make = jax.jit(lambda ids, length, cache: draft(ids, length, cache, numerics))
-    cache, steps = run(make_rows(tokens[:, :PREFILL]), empty(numerics)), []
+    cache, steps = run(weights, make_rows(tokens[:, :PREFILL]), empty(numerics), numerics), []
     for position in range(PREFILL, LENGTH):
-        cache = run(make_rows(tokens[:, position : position + 1], start=position), cache)
+        rows = make_rows(tokens[:, position : position + 1], start=position)
+        cache = run(weights, rows, cache, numerics)
         anchor_ids = jnp.asarray(golden["dspark_anchor_ids"][:, position - PREFILL])
-        steps.append(Step(*map(np.asarray, make(anchor_ids, jnp.int32(position + 1), cache))))
+        drafts = draft(weights, anchor_ids, jnp.int32(position + 1), cache, numerics)
+        steps.append(Step(*map(np.asarray, drafts)))
     return steps
 
 
 @pytest.mark.parametrize("mode", ["off", "on"], ids=["kvquant_off", "kvquant_on"])
-def test_drafts_are_the_golden_ones(mode: str) -> None:
+def test_drafts_are_the_golden_ones(weights: Weights, mode: str) -> None:
     golden = read_golden(GOLDEN, f"decode_kvquant_{mode}")
-    steps = drafted(mode)
+    steps = drafted(weights, mode)
     token_ids = np.stack([step.token_ids for step in steps], axis=1)
     np.testing.assert_array_equal(token_ids, golden["dspark_output_ids"][:, :, 1:])
     assert_close(np.stack([step.logits for step in steps], axis=1), golden["dspark_logits"], TOLERANCE[mode])
@@ -97,13 +105,12 @@ def test_drafts_are_the_golden_ones(mode: str) -> None:
     assert_close(confidences, golden["dspark_confidence"], TOLERANCE[mode])
 
 
-def test_a_block_is_bitwise_the_same_in_any_company() -> None:
+def test_a_block_is_bitwise_the_same_in_any_company(weights: Weights) -> None:
     """Alone, and in the second tile of many slots."""
     tokens = np.random.default_rng(1).integers(3, 120, (SLOT_TILE + 2, 20))
-    run = jax.jit(lambda rows, cache: backbone(weights(), CONFIG, rows, cache, FLOAT32)[2])
-    many = run(make_rows(tokens), empty(FLOAT32, SLOT_TILE + 2))
-    alone = run(make_rows(tokens[-1:]), empty(FLOAT32, 1))
-    anchors = jnp.asarray(tokens[:, 0], jnp.int32)
-    together = draft(anchors, 20, many, FLOAT32)
-    for one, other in zip(draft(anchors[-1:], 20, alone, FLOAT32), together, strict=True):
+    many = run(weights, make_rows(tokens), empty(FLOAT32, SLOT_TILE + 2), FLOAT32)
+    alone = run(weights, make_rows(tokens[-1:]), empty(FLOAT32, 1), FLOAT32)
+    anchors, length = jnp.asarray(tokens[:, 0], jnp.int32), jnp.int32(20)
+    together = draft(weights, anchors, length, many, FLOAT32)
+    for one, other in zip(draft(weights, anchors[-1:], length, alone, FLOAT32), together, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[0], np.asarray(other)[-1])
