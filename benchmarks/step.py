@@ -6,6 +6,10 @@ configuration alone. Prints a table and appends one JSON line for each number to
 `benchmarks/results/<device>.jsonl`.
 
     python benchmarks/step.py [--slots 1 --slots 8 --slots 64] [--context 8192] [--steps 20] [--variant]
+
+With drafts, and against decoding without them (`spec.py`):
+
+    python benchmarks/step.py --spec [--model nano|cut] [--concurrency 16 --concurrency 64] [--pairs 10]
 """
 
 from __future__ import annotations
@@ -174,7 +178,13 @@ def check_row_invariance(weights: Any, config: ModelConfig, numerics: Numerics) 
 
 def main(arguments: list[str]) -> None:
     """Measure, append to the results of this device, print a table."""
+    if "--spec" in arguments:
+        # Its imports are not needed otherwise.
+        from spec import main as measure_drafts
+
+        return measure_drafts([argument for argument in arguments if argument != "--spec"])
     parser = argparse.ArgumentParser(description="Measure decode steps.")
+    parser.add_argument("--spec", action="store_true", help="steps with drafts instead: see --spec --help")
     parser.add_argument("--slots", type=int, action="append", help="may be given more than once (1, 8, 64)")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each slot (default: 8192)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")

@@ -42,6 +42,10 @@ DRAFT_MODES = ("off", "fixed", "dynamic", "threshold", "early_stop")
 """How many drafts are verified: none are made; all; as many as pay; up to the first of low confidence;
 as the greedy search with an early stop finds."""
 
+PROBE, PLAIN_STEP = -2, -3
+"""What a step with drafts may be told instead of a choice: to draft, by whatever choice pays most; or to be a
+decode step without any part of drafting."""
+
 VERIFICATION_MODES = ("coupled", "rejection", "block")
 """How drafts are accepted: where they equal the tokens of plain decoding with the same seed; by rejection
 sampling, token by token; by rejection sampling of whole blocks."""
@@ -109,7 +113,8 @@ class StepPlan:
         page_table: int32 [B, pages of a slot], where only that changed.
         notes: (slot, token ids) of sequences that come without rows, for the penalties.
         is_decoding: bool [B], slots that run their latest token, and drafts after it.
-        draft_choice: which schedule of drafts to run, NOTHING for the devices to choose.
+        draft_choice: how many drafts to verify, as `speculate.py` numbers it; `PROBE`, `PLAIN_STEP`, or
+            NOTHING for the devices to choose.
         encode: prompt rows for the encoder half alone.
         prefill: prompt rows for all layers.
         saves_after: (snapshot, slot) to copy at the end.

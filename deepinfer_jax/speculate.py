@@ -25,7 +25,7 @@ from .model.cache import Cache
 from .model.draft_weights import words_of
 from .model.numerics import Numerics
 from .model.weights import Weights
-from .plans import DRAFT_MODES
+from .plans import DRAFT_MODES, PROBE
 from .sampling.logits import is_greedy
 from .sampling.randomness import DRAFT_TOKEN, SAMPLE_TOKEN
 from .sampling.state import LENGTH, RUNNING, STOPPED, SamplerState
@@ -84,7 +84,7 @@ class SpeculationPlan(NamedTuple):
         schedule: int32 [], place of the schedule in `DRAFT_MODES`.
         max_drafts: int32 [], drafts of a slot that are verified at most.
         choice: int32 [], 0 for no drafts, b for budget b, one more than there are for the uniform block;
-            NOTHING to choose on the device.
+            NOTHING to choose on the device, `PROBE` to choose among those that draft.
         threshold: float32 [], confidence below which "threshold" stops.
         temperatures: float32 [3, K], of the confidence logits of greedy, sampled and filtered requests.
         shifts: float32 [3, K], added to the logits before.
@@ -225,10 +225,10 @@ def _choose(
     thetas = budget_thetas(numerators, most_active, speculation.budgets, costs)
     chosen = choose_budget(thetas, state.drafts.choice)
     drafting = 1 + jnp.argmax(thetas[1:]).astype(jnp.int32)
-    is_probe = (chosen == NO_DRAFT) & (state.drafts.num_skipped >= PROBE_STEPS)
+    told = jnp.asarray(plan.choice)
+    is_probe = (told == PROBE) | ((chosen == NO_DRAFT) & (state.drafts.num_skipped >= PROBE_STEPS))
     chosen = jnp.where(is_probe, drafting, chosen)
     own = jnp.where(jnp.asarray(plan.schedule) == DYNAMIC, chosen, speculation.uniform)
-    told = jnp.asarray(plan.choice)
     return jnp.where(told >= 0, told, own)
 
 

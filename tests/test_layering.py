@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec_decode.stats": {"config", "spec_decode.calibration", "spec_decode.summary"},
     "spec_decode.costs": set(),
     "spec_decode.guard": set(),
+    "spec_decode.rest": {"config", "plans"},
     "step_state": {"model", "sampling"},
     "step": {"model", "spec_decode", "sampling", "plans", "step_state"},
     "speculate": {"model", "spec_decode", "sampling", "plans", "step_state"},
@@ -133,7 +134,7 @@ ENGINE_HOST = (
 )
 DRAFT_VALUES = tuple(
     f"spec_decode.{name}"
-    for name in ("calibrate", "scaling", "calibration", "plots", "summary", "stats", "costs", "guard")
+    for name in ("calibrate", "scaling", "calibration", "plots", "summary", "stats", "costs", "guard", "rest")
 )
 ENGINE_VALUES = ("engine.completion", "engine.jobs", "engine.show")
 NO_JAX = (

@@ -1,7 +1,7 @@
 """Steps with drafts give the tokens of steps without, whatever is drafted, verified or left out.
 
 Separate from `test_step.py` because every test here is one comparison: the same requests, token by token.
-Read next: `spec_decode/test_golden_drafts.py` (golden drafts), `engine/test_drafted_tokens.py` (the host's side).
+Read next: `spec_decode/test_golden_drafts.py`, `engine/test_drafted_tokens.py` (the host's side).
 """
 
 from __future__ import annotations

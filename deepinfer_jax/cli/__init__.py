@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 invalid model output, 2 input refused, 130 interrupted.
     """
-    from . import batch, costs, doctor, generate, layout, params
+    from . import batch, calibrate, costs, doctor, generate, layout, params
 
     parser = _Parser(
         prog="deepinfer_jax",
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog='example: deepinfer_jax generate "Once upon a time"',
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (generate, batch, costs, layout, params, doctor):
+    for module in (generate, batch, costs, calibrate, layout, params, doctor):
         module.add_parser(verbs)
     options = parser.parse_args(arguments)
     try:

@@ -17,7 +17,7 @@ from ..config import NOTHING, CacheConfig, ModelConfig
 from ..engine_config import EngineConfig
 from ..model.numerics import Numerics
 from ..model.rows import ROW_TILE
-from ..plans import DRAFT_MODES
+from ..plans import DRAFT_MODES, PLAIN_STEP
 from ..sampling_params import SamplingParams
 from ..sharding.layout import SINGLE
 from ..spec_decode.budgets import HYSTERESIS, NO_DRAFT, StepCosts
@@ -25,9 +25,11 @@ from ..spec_decode.calibrate import survivals_of
 from ..spec_decode.calibration import Calibration, regime_of, uncalibrated
 from ..spec_decode.costs import CostTable, budgets_for
 from ..spec_decode.guard import Guard
+from ..spec_decode.rest import Rest
 from ..spec_decode.stats import DraftStats
 from ..speculate import PROBE_STEPS, Speculation, SpeculationPlan
 from ..step import ONE_DEVICE, Target
+from ..step_state import DraftOutput
 from .target import num_slot_shares
 
 NEEDS_COSTS = ("dynamic", "early_stop")
@@ -41,6 +43,7 @@ class Drafting:
         speculation: static choices of the step.
         stats: what came of drafts so far.
         guard: watches how long steps take.
+        rest: says which steps leave drafts out because none paid.
         on_round: called with what is counted of each step, by the names that `DraftStats.add` has; None by
             default.
         notice: why the full block is verified instead of what was asked for; None if it is not.
@@ -94,6 +97,7 @@ class Drafting:
             self._row_ms = costs.row_ms(max_rows)
         self._past: dict[int, np.ndarray] = {}
         self._previous, self._num_skipped = NOTHING, 0
+        self.rest = Rest()
 
     def plan(self, is_decoding: np.ndarray, choice: int) -> SpeculationPlan:
         """Say what the next step is told.
@@ -118,19 +122,22 @@ class Drafting:
         )
 
     def choice(self, slots: Sequence[int]) -> int:
-        """Choose on the host, if that was asked for, from the confidences that it has read.
+        """Say what the next step is told: the host's choice if that was asked for, else the devices choose.
+
+        Either way a step is plain while drafts do not pay.
 
         Args:
             slots: that run their latest token.
 
         Returns:
-            The choice; NOTHING to leave it to the devices.
+            The choice, `PROBE`, `PLAIN_STEP`, or NOTHING to leave it to the devices.
 
         Source: spec/dspark.md section 9.4.
         """
-        is_asked = self.options.choose_on_host and self._schedule == "dynamic"
-        if not slots or not is_asked or self.costs is None:
+        if not slots or self._schedule != "dynamic":
             return NOTHING
+        if not self.options.choose_on_host:
+            return self.rest.next(len(slots))
         limit = self.options.max_drafts or self.block_size
         fresh = np.ones(self.block_size)
         past = [self._past.get(slot, fresh)[:limit] for slot in slots]
@@ -140,23 +147,47 @@ class Drafting:
         tokens = np.where(room >= 0, count + gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
         plain = self._verify_ms[np.argmax(budgets >= count)]
         drafted = np.append(tokens, count + gains[-1]) / (self._draft_ms[count] + self._verify_ms)
-        return self._settle(np.append(count / plain, drafted))
+        choice = self._settle(np.append(count / plain, drafted))
+        return PLAIN_STEP if choice == NO_DRAFT else choice
+
+    def output_of(self, output: Any) -> DraftOutput:
+        """Give what a step tells of drafts; of a plain step, that there were none.
+
+        Args:
+            output: of the step, as NumPy arrays.
+
+        Returns:
+            The same in either case.
+        """
+        if output.drafts is not None:
+            return output.drafts
+        has_run = (output.num_tokens > 0) | output.is_invalid
+        nothing = np.zeros(len(has_run), np.int32)
+        logits: Any = np.zeros((len(has_run), self.block_size), np.float32)
+        counts: Any = {"num_verified": nothing, "num_accepted": nothing, "choice": nothing}
+        return DraftOutput(num_rows=has_run.astype(np.int32), logits=logits, **counts)
 
     def note(
-        self, params: Mapping[int, SamplingParams], output: Any, measured_ms: float | None = None
+        self,
+        params: Mapping[int, SamplingParams],
+        output: Any,
+        told: int = NOTHING,
+        measured_ms: float | None = None,
     ) -> None:
         """Learn from a step.
 
         Args:
             params: of the requests that took part, by slot.
             output: of the step, as NumPy arrays.
+            told: what the step was told.
             measured_ms: how long it took, None where that says nothing of the step alone.
         """
         slots = [slot for slot in sorted(params) if output.num_tokens[slot] > 0]
         if not slots:
             return
-        drafts, regimes = output.drafts, [regime_of(params[slot]) for slot in slots]
+        drafts, regimes = self.output_of(output), [regime_of(params[slot]) for slot in slots]
         choice = int(drafts.choice[slots[0]])
+        self.rest.note(told, choice, len(slots))
         predicted = None if self.costs is None else self._predicted_ms(drafts, choice)
         counts = {
             "num_tokens": output.num_tokens[slots],

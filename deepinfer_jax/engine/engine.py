@@ -285,11 +285,11 @@ class Engine:
         for request in scheduled.ended:
             self.scheduler.finish(request, LENGTH_REASON)
             changed.append(request)
-        if outputs.decode is not None and outputs.decode.drafts is not None:
+        if outputs.decode is not None and self.drafting is not None:
             is_alone = scheduled.plan.prefill is None and scheduled.plan.encode is None
             # Each process has its own clock, and all must choose alike.
             is_timed = is_alone and not self._is_shared
-            self._accept_drafts(scheduled.decoded, outputs.decode, milliseconds if is_timed else None)
+            self._accept_drafts(scheduled, outputs.decode, milliseconds if is_timed else None)
         for requests, output in ((scheduled.decoded, outputs.decode), (scheduled.sampled, outputs.prefill)):
             for slot, request in sorted(requests.items()):
                 assert output is not None
@@ -297,14 +297,14 @@ class Engine:
                     changed.append(request)
         return changed
 
-    def _accept_drafts(
-        self, requests: dict[int, Request], output: StepOutput, milliseconds: float | None
-    ) -> None:
-        """Count the rows of a step with drafts, and learn from it for those who are still there."""
-        assert output.drafts is not None and self.drafting is not None
-        self.scheduler.count_rows(int(np.asarray(output.drafts.num_rows)[list(requests)].sum()))
+    def _accept_drafts(self, scheduled: Scheduled, output: StepOutput, milliseconds: float | None) -> None:
+        """Count the rows of a step that may have drafts, and learn from it for those who are still there."""
+        assert self.drafting is not None
+        requests = scheduled.decoded
+        num_rows = np.asarray(self.drafting.output_of(output).num_rows)
+        self.scheduler.count_rows(int(num_rows[list(requests)].sum()))
         present = {slot: request.params for slot, request in requests.items() if not request.is_over}
-        self.drafting.note(present, output, milliseconds)
+        self.drafting.note(present, output, scheduled.plan.draft_choice, milliseconds)
 
     def _accept_tokens(self, request: Request, slot: int, output: StepOutput) -> bool:
         """Note what a slot gave its request; tell whether anything came of it."""

@@ -18,7 +18,7 @@ import numpy as np
 from ..config import CacheConfig, ModelConfig
 from ..model.numerics import Numerics
 from ..model.weights import Weights
-from ..plans import StepPlan
+from ..plans import PLAIN_STEP, StepPlan
 from ..slot_steps import (
     SEQUENCE_WORDS,
     Sequence,
@@ -210,7 +210,7 @@ class Runner:
     def _decode(self, is_decoding: np.ndarray, choice: int, num_logprobs: int) -> StepOutput | None:
         """Run the latest tokens of some slots, with drafts behind them if any are made."""
         options: dict[str, Any] = {"num_logprobs": num_logprobs}
-        if self.drafting is None:
+        if self.drafting is None or choice == PLAIN_STEP:
             return self._step("decode", decode_step, is_decoding, 1, options)
         options |= {"speculation": self.drafting.speculation}
         plan = self.drafting.plan(is_decoding, choice)

@@ -17,6 +17,7 @@ from ..config import NOTHING, PAGE_TOKENS, CacheConfig, ModelConfig
 from ..engine_config import EngineConfig
 from ..plans import (
     LOGPROB_BUCKETS,
+    PLAIN_STEP,
     ROW_BUCKETS,
     ROWS_PER_BLOCK,
     PrefillPlan,
@@ -147,9 +148,12 @@ class Scheduler:
         """
         page_table = self.places.page_table
         plans = moving_plans(page_table, self.config.eos_token_id, self.places.has_cache)
+        # Where drafts may not pay, steps without any are a program of their own.
+        choices = (NOTHING, PLAIN_STEP) if self.options.drafts == "dynamic" else (NOTHING,)
         plans += [
-            StepPlan(is_decoding=np.zeros(len(page_table), bool), num_logprobs=count)
+            StepPlan(is_decoding=np.zeros(len(page_table), bool), num_logprobs=count, draft_choice=choice)
             for count in num_logprobs
+            for choice in choices
         ]
         for rows in self.row_buckets:
             step = pack_rows([[]] * self.places.num_shares, len(page_table), rows * self.row_shares)

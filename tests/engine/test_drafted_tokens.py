@@ -105,7 +105,7 @@ def test_bc36_statistics_count_what_requests_got(
     engine = engine_of(oracle, overlap=overlap, num_pages=12)
     given, accepted, steps = 0, 0, 0
 
-    def count(params: dict[int, SamplingParams], output: Any, _milliseconds: float | None) -> None:
+    def count(params: dict[int, SamplingParams], output: Any, *_: object) -> None:
         nonlocal given, accepted, steps
         for slot in params:
             if output.num_tokens[slot]:
@@ -132,7 +132,7 @@ def test_the_rows_of_verified_drafts_are_counted(monkeypatch: pytest.MonkeyPatch
     engine, rows = engine_of(overlap=overlap, prefix_cache=False), []
     assert engine.drafting is not None
     monkeypatch.setattr(
-        engine.drafting, "note", lambda _, output, __: rows.append(output.drafts.num_rows.sum())
+        engine.drafting, "note", lambda _, output, *__: rows.append(output.drafts.num_rows.sum())
     )
     run(engine, [([5] * length, SamplingParams(max_tokens=20, seed=length)) for length in range(1, 12)])
     assert engine.stats.decoder_rows == engine.stats.encoder_rows == sum(range(1, 12)) + sum(rows)

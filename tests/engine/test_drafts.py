@@ -154,8 +154,19 @@ def test_a_choice_on_the_host_changes_no_token() -> None:
     assert engine.stats.draft.accepted > 0
 
 
+def test_where_no_draft_pays_steps_are_plain_and_drafts_are_tried_again() -> None:
+    dear = costs({1: 1.0, 64: 1.2}, {1: 50.0, 8: 60.0})
+    requests, engine = run(list(range(40)), table=dear, drafts="dynamic")
+    assert results(requests) == plain(40)
+    summary = engine.stats.draft
+    assert summary.rounds and summary.choices["no draft"] > 0.8 * summary.steps
+    assert engine.stats.decoder_rows > 0
+
+
 def test_bc39_without_measured_times_nothing_is_trimmed_and_that_is_said() -> None:
-    with pytest.warns(RuntimeWarning, match="no measured step times for this engine; all drafts are verified"):
+    with pytest.warns(
+        RuntimeWarning, match="no measured step times for this engine; all drafts are verified"
+    ):
         requests, engine = run(list(range(12)), table=None, drafts="dynamic")
     assert results(requests) == plain(40)[:12]
     assert engine.drafting is not None and engine.drafting.notice is not None
