@@ -2,7 +2,7 @@
 # constraints.txt, installed again when that file or pyproject.toml changes.
 #
 #   make demo        generate a text with the embedded model
-#   make test        the tests of every day      make test-full   the slow ones too
+#   make test        the tests of every day      make test-full   the slow ones too (make test-slow: they alone)
 #   make lint        format, lint, types         make bench       measure generation
 #   make clean       remove the environment and the caches
 
@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --quiet --constraint constraints.
 LOCK := pyproject.toml constraints.txt
 PROMPT := Once upon a time
 
-.PHONY: demo test test-full lint bench clean
+.PHONY: demo test test-full test-slow lint bench clean
 # Two installs into one environment must not overlap, whatever -j says.
 .NOTPARALLEL:
 
@@ -25,6 +25,9 @@ test: $(VENV)/.test
 
 test-full: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
