@@ -29,7 +29,7 @@ from deepinfer_jax.sampling_params import (
     stop_ids_of,
 )
 from deepinfer_jax.slot_parameters import seed_words, slot_parameters
-from deepinfer_jax.testing.presets import TINY
+from deepinfer_jax.testing.presets import SMALLEST, TINY
 
 LIMIT = TINY.max_position_embeddings
 EOS = TINY.eos_token_id
@@ -210,7 +210,8 @@ def test_a_request_needs_a_token_that_may_come() -> None:
 
 
 def test_more_logprobs_than_tokens_are_refused() -> None:
-    config = replace(TINY, vocab_size=8, image_token_id=7, engram_compressed_vocab_size=8)
+    sizes = {"vocab_size": 8, "image_token_id": 7, "engram_compressed_vocab_size": 8}
+    config = replace(SMALLEST, **sizes)
     for name in ("logprobs", "prompt_logprobs"):
         check_request([5], SamplingParams(**{name: 8}), config, "prompt 0")  # type: ignore[arg-type]
         with pytest.raises(RequestError, match=f"prompt 0: {name}: got 9, expected at most the 8 tokens"):
