@@ -11,7 +11,7 @@ number of rows. Elsewhere each budget is a branch of its own, and the uniform bl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .arithmetic import map_used_tiles
 from .arrays import Array
 from .config import ModelConfig
 from .model.cache import Cache
@@ -40,7 +41,7 @@ from .spec_decode.budgets import (
     choose_budget,
     chosen_lengths,
 )
-from .spec_decode.draft import Anchors, Drafts, draft_states, draft_tokens
+from .spec_decode.draft import SLOT_TILE, Anchors, Drafts, draft_states, draft_tokens
 from .spec_decode.schedule import (
     cap_survivals,
     early_stop_lengths,
@@ -204,7 +205,7 @@ def _caps(state: EngineState, plan: SpeculationPlan) -> Array:
     ratio, pages = next(iter(cache.compressed.items()))
     num_places = (cache.page_table >= 0).sum(axis=1, dtype=jnp.int32) * (pages.kv.shape[2] * ratio)
     room = jnp.minimum(sampler.max_tokens - sampler.num_generated, num_places - state.lengths) - 1
-    return jnp.clip(room, 0, jnp.asarray(plan.max_drafts))
+    return jnp.clip(room, 0, jnp.minimum(jnp.asarray(plan.max_drafts), state.drafts.survivals.shape[1]))
 
 
 def _choose(
@@ -244,15 +245,25 @@ def _draft(
 ) -> Drafts:
     """Draft a block for every active slot, or nothing at all."""
     is_coupled = speculation.verification == "coupled"
+    num_slots = anchors.token_ids.shape[0]
+    # Coupled output does not depend on what is drafted, so drafts need not be the same in every company.
+    own = replace(numerics, batch_invariant=numerics.batch_invariant and not is_coupled)
 
-    def draft() -> Drafts:
-        states = draft_states(weights, config, anchors, state.cache, numerics, layout)
+    def draft_slots(slots: tuple[Anchors, SamplerState, Array]) -> Drafts:
+        anchors, sampler, numbers = slots
+        states = draft_states(weights, config, anchors, state.cache, own, layout, numbers)
         return draft_tokens(
-            *(states, weights, config, anchors, state.sampler, state.is_forbidden, numerics),
+            *(states, weights, config, anchors, sampler, state.is_forbidden, own),
             purpose=SAMPLE_TOKEN if is_coupled else DRAFT_TOKEN,
             wants_laws=not is_coupled,
             layout=layout,
         )
+
+    def draft() -> Drafts:
+        slots = (anchors, state.sampler, jnp.arange(num_slots, dtype=jnp.int32))
+        if own.batch_invariant or layout != SINGLE:
+            return draft_slots(slots)
+        return map_used_tiles(draft_slots, slots, anchors.is_active, min(SLOT_TILE, num_slots))
 
     nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(draft))
     return lax.cond(choice != NO_DRAFT, draft, lambda: nothing)

@@ -68,7 +68,7 @@ class Drafting:
         costs: CostTable | None = None,
         target: Target = ONE_DEVICE,
     ) -> None:
-        self.block_size = config.draft.block_size
+        self.block_size, self.max_drafts = config.draft.block_size, options.num_drafts(config)
         self.calibration = calibration or uncalibrated(self.block_size)
         self.options, self.costs = options, costs
         self.slots_each = sizes.num_slots // num_slot_shares(target)
@@ -112,7 +112,7 @@ class Drafting:
         return SpeculationPlan(
             is_active=is_decoding,
             schedule=np.int32(DRAFT_MODES.index(self._schedule)),
-            max_drafts=np.int32(self.options.max_drafts or self.block_size),
+            max_drafts=np.int32(self.max_drafts),
             choice=np.int32(choice if self._forced == NOTHING else self._forced),
             threshold=np.float32(self.options.draft_threshold),
             temperatures=self._temperatures,
@@ -138,17 +138,34 @@ class Drafting:
             return NOTHING
         if not self.options.choose_on_host:
             return self.rest.next(len(slots))
-        limit = self.options.max_drafts or self.block_size
-        fresh = np.ones(self.block_size)
-        past = [self._past.get(slot, fresh)[:limit] for slot in slots]
-        gains = np.append(0.0, np.cumsum(np.sort(np.concatenate(past))[::-1]))
-        budgets, count = np.asarray(self.speculation.budgets), len(slots)
-        room = budgets - count
-        tokens = np.where(room >= 0, count + gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
-        plain = self._verify_ms[np.argmax(budgets >= count)]
-        drafted = np.append(tokens, count + gains[-1]) / (self._draft_ms[count] + self._verify_ms)
-        choice = self._settle(np.append(count / plain, drafted))
+        choice = self._settle(self.thetas(slots))
         return PLAIN_STEP if choice == NO_DRAFT else choice
+
+    def thetas(self, slots: Sequence[int]) -> np.ndarray:
+        """Weigh the choices of a step as `budgets.budget_thetas` does, from the confidences that were read.
+
+        Args:
+            slots: that run their latest token.
+
+        Returns:
+            Tokens per millisecond, float64 [G + 2].
+
+        Source: spec/dspark.md sections 9.3 and 9.4.
+        """
+        budgets = np.asarray(self.speculation.budgets)
+        tokens = np.zeros(len(budgets) + 2)
+        shares: dict[int, list[np.ndarray]] = {}
+        for slot in slots:
+            past = self._past.get(slot, np.ones(self.block_size))[: self.max_drafts]
+            shares.setdefault(slot // self.slots_each, []).append(past)
+        for past in shares.values():
+            gains = np.append(0.0, np.cumsum(np.sort(np.concatenate(past))[::-1]))
+            room = budgets - len(past)
+            filled = np.where(room >= 0, gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
+            tokens += len(past) + np.concatenate([[0.0], filled, gains[-1:]])
+        most = max(map(len, shares.values()))
+        plain_ms = self._verify_ms[np.argmax(budgets >= most)]
+        return tokens / np.append(plain_ms, self._draft_ms[most] + self._verify_ms)
 
     def output_of(self, output: Any) -> DraftOutput:
         """Give what a step tells of drafts; of a plain step, that there were none.

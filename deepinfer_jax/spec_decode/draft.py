@@ -33,7 +33,7 @@ from ..sharding.layout import SINGLE, Layout
 from .heads import base_logits, confidence_logits, markov_bias
 
 SLOT_TILE = 16
-"""Slots that are drafted together where nothing may depend on their number."""
+"""Slots drafted together: where nothing may depend on their number, and where idle ones are skipped."""
 
 
 class Anchors(NamedTuple):
@@ -71,6 +71,7 @@ def draft_states(
     cache: Cache,
     numerics: Numerics,
     layout: Layout = SINGLE,
+    slots: Array | None = None,
 ) -> Array:
     """Run the stages on a block of each slot: the anchor, then positions whose tokens are not known.
 
@@ -83,6 +84,7 @@ def draft_states(
         cache: state of the slots.
         numerics: the choice of arithmetic (static).
         layout: as in `model.backbone.backbone` (static).
+        slots: int32 [B], whose the anchors are; all in order by default.
 
     Returns:
         [B, K, D], collapsed streams; row k stands for the token k + 1 positions after the anchor.
@@ -94,7 +96,7 @@ def draft_states(
     def run(tile: tuple[Anchors, Array]) -> Array:
         return _run_stages(weights, config, *tile, cache, numerics, layout)
 
-    tiles = (anchors, jnp.arange(num_slots, dtype=jnp.int32))
+    tiles = (anchors, jnp.arange(num_slots, dtype=jnp.int32) if slots is None else slots)
     if not numerics.batch_invariant:
         return run(tiles)
     if layout != SINGLE:

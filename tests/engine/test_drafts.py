@@ -11,19 +11,22 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from deepinfer_jax import EngineConfig, SamplingParams
-from deepinfer_jax.engine.drafting import row_tile
+from deepinfer_jax.engine.drafting import Drafting, row_tile
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import Weights
 from deepinfer_jax.plans import DRAFT_MODES
-from deepinfer_jax.spec_decode.budgets import NO_DRAFT
+from deepinfer_jax.spec_decode.budgets import NO_DRAFT, StepCosts, budget_numerators, budget_thetas
+from deepinfer_jax.spec_decode.calibrate import survivals_of
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
 from deepinfer_jax.spec_decode.guard import Guard
+from deepinfer_jax.spec_decode.schedule import cap_survivals, survivals
 from deepinfer_jax.speculate import speculate_step
 from deepinfer_jax.step import ONE_DEVICE
 from deepinfer_jax.testing.presets import SMALLEST_DRAFTED, random_weights
@@ -161,6 +164,31 @@ def test_where_no_draft_pays_steps_are_plain_and_drafts_are_tried_again() -> Non
     summary = engine.stats.draft
     assert summary.rounds and summary.choices["no draft"] > 0.8 * summary.steps
     assert engine.stats.decoder_rows > 0
+
+
+def test_the_host_weighs_as_the_devices_do() -> None:
+    options = EngineConfig(**SIZES, drafts="dynamic", choose_on_host=True, max_drafts=4)
+    control = Drafting(CONFIG, options, options.cache_sizes(CONFIG), FLOAT32, None, CHEAP)
+    control.speculation = replace(control.speculation, budgets=(6, 8, 20))
+    draft_ms, verify_ms = CHEAP.arrays((6, 8, 20), 8)
+    control._draft_ms, control._verify_ms = draft_ms, verify_ms
+    random = np.random.default_rng(3)
+    logits, slots = random.normal(size=(8, CONFIG.draft.block_size)).astype(np.float32), [0, 2, 3, 4, 5, 6, 7]
+    control._past = dict(enumerate(survivals_of(logits, np.ones(CONFIG.draft.block_size))))
+    is_active = np.isin(np.arange(8), slots)
+    capped = cap_survivals(survivals(jax.nn.sigmoid(logits)), np.full(8, 4, np.int32), is_active)
+    numerators = budget_numerators(capped, jnp.asarray(is_active), (6, 8, 20))
+    expected = budget_thetas(
+        numerators, jnp.int32(7), (6, 8, 20), StepCosts(draft_ms, jnp.asarray(verify_ms))
+    )
+    np.testing.assert_allclose(control.thetas(slots), np.asarray(expected), rtol=1e-5)
+    assert np.isneginf(np.asarray(expected)[1])
+
+
+def test_more_drafts_than_a_block_has_are_a_block() -> None:
+    requests, engine = run(list(range(12)), drafts="fixed", max_drafts=99)
+    assert results(requests) == plain(40)[:12]
+    assert engine.stats.draft.mean_verified <= CONFIG.draft.block_size
 
 
 def test_bc39_without_measured_times_nothing_is_trimmed_and_that_is_said() -> None:
