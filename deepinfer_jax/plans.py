@@ -43,8 +43,11 @@ DRAFT_MODES = ("off", "fixed", "dynamic", "threshold", "early_stop")
 as the greedy search with an early stop finds."""
 
 PROBE, PLAIN_STEP = -2, -3
-"""What a step with drafts may be told instead of a choice: to draft, by whatever choice pays most; or to be a
-decode step without any part of drafting."""
+"""What a step with drafts may be told instead of a choice: to draft but verify as little as can be, to see
+what drafts are worth; or to be a decode step without any part of drafting."""
+
+PRIOR_CONFIDENCE = 0.7
+"""How likely a draft is accepted if those before were, of a sequence that has had no draft yet: a guess."""
 
 VERIFICATION_MODES = ("coupled", "rejection", "block")
 """How drafts are accepted: where they equal the tokens of plain decoding with the same seed; by rejection

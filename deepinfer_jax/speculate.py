@@ -85,7 +85,7 @@ class SpeculationPlan(NamedTuple):
         schedule: int32 [], place of the schedule in `DRAFT_MODES`.
         max_drafts: int32 [], drafts of a slot that are verified at most.
         choice: int32 [], 0 for no drafts, b for budget b, one more than there are for the uniform block;
-            NOTHING to choose on the device, `PROBE` to choose among those that draft.
+            NOTHING to choose on the device, `PROBE` to draft and verify as little as can be.
         threshold: float32 [], confidence below which "threshold" stops.
         temperatures: float32 [3, K], of the confidence logits of greedy, sampled and filtered requests.
         shifts: float32 [3, K], added to the logits before.
@@ -219,16 +219,18 @@ def _choose(
     """Choose how many rows are verified, from what was known before this step's drafts: int32 []."""
     costs = StepCosts(*(jnp.asarray(part) for part in plan.costs))
     capped = cap_survivals(state.drafts.survivals, caps, is_active)
-    axes = layout.axes_of("slots")
+    axes, most_rows = layout.axes_of("slots"), capped.size
     # 4 bytes a candidate over the axes of slots: all ranks choose the same.
     numerators = total_of(budget_numerators(capped, is_active, speculation.budgets), axes)
     most_active = largest_of(is_active.sum(dtype=jnp.int32), axes)
     thetas = budget_thetas(numerators, most_active, speculation.budgets, costs)
     chosen = choose_budget(thetas, state.drafts.choice)
-    drafting = 1 + jnp.argmax(thetas[1:]).astype(jnp.int32)
+    # A probe is to see confidences: the fewest rows there are, or all if no budget holds the anchors.
+    holds = jnp.asarray((*speculation.budgets, most_rows), jnp.int32) >= most_active
+    cheapest = 1 + jnp.argmax(holds).astype(jnp.int32)
     told = jnp.asarray(plan.choice)
     is_probe = (told == PROBE) | ((chosen == NO_DRAFT) & (state.drafts.num_skipped >= PROBE_STEPS))
-    chosen = jnp.where(is_probe, drafting, chosen)
+    chosen = jnp.where(is_probe, cheapest, chosen)
     own = jnp.where(jnp.asarray(plan.schedule) == DYNAMIC, chosen, speculation.uniform)
     return jnp.where(told >= 0, told, own)
 

@@ -37,7 +37,7 @@ from .sampling.state import (
 from .sharding.exchange import axes_size, bring_chosen
 from .sharding.layout import Layout
 from .sharding.target import ONE_DEVICE, Target
-from .step_state import DraftState, EngineState, StepOutput, state_words
+from .step_state import DraftState, EngineState, StepOutput, prior_survivals, state_words
 
 
 @partial(jax.jit, static_argnames=("config", "sizes", "numerics", "target"))
@@ -70,7 +70,7 @@ def initial_state(
             cache=empty_cache(config, own, numerics),
             sampler=empty_sampler(num_slots, config.vocab_size),
             drafts=DraftState(
-                survivals=jnp.ones((num_slots, max(config.draft.block_size, 1)), jnp.float32),
+                survivals=prior_survivals(num_slots, max(config.draft.block_size, 1)),
                 choice=jnp.full((), NOTHING, jnp.int32),
                 num_skipped=jnp.zeros((), jnp.int32),
             ),
@@ -105,7 +105,8 @@ def admit_step(state: EngineState, admission: Admission, *, target: Target = ONE
         cache = _with_pages(state.cache, admission.page_table, target)
         decoder_starts = jnp.where(is_new, admission.decoder_starts, cache.decoder_starts)
         seen = (jnp.asarray(admission.prompt_lengths), jnp.asarray(admission.num_generated))
-        survivals = jnp.where(is_new[:, None], jnp.float32(1), state.drafts.survivals)
+        survivals = state.drafts.survivals
+        survivals = jnp.where(is_new[:, None], prior_survivals(*survivals.shape), survivals)
         return state.replace(
             cache=cache.replace(decoder_starts=decoder_starts),
             sampler=admit_parameters(state.sampler, is_new, admission.parameters, *seen),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import struct
 
 from .arrays import Array
 from .model.cache import Cache
+from .plans import PRIOR_CONFIDENCE
 from .sampling.logits import Logprobs
 from .sampling.state import SamplerState
 
@@ -20,8 +22,8 @@ class DraftState(struct.PyTreeNode):
     """What later steps remember of drafts.
 
     Attributes:
-        survivals: float32 [B, K], how likely the latest drafts were to be accepted up to each, 1 before any;
-            [B, 1] for a model without drafts.
+        survivals: float32 [B, K], how likely the latest drafts were to be accepted up to each, a guess before
+            any; [B, 1] for a model without drafts.
         choice: int32 [], how many rows the latest step verified, as `speculate.py` numbers its choices.
         num_skipped: int32 [], steps without drafts since the latest with them.
     """
@@ -96,6 +98,12 @@ class StepOutput(struct.PyTreeNode):
     top_logprobs: Array
     prompt: Logprobs | None = None
     drafts: DraftOutput | None = None
+
+
+def prior_survivals(num_slots: int, size: int) -> Array:
+    """Say how likely drafts are to be accepted before there were any: float32 [B, K]."""
+    places = jnp.arange(1, size + 1, dtype=jnp.float32)
+    return jnp.broadcast_to(jnp.float32(PRIOR_CONFIDENCE) ** places, (num_slots, size))
 
 
 def state_words() -> EngineState:

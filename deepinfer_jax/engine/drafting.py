@@ -17,7 +17,7 @@ from ..config import NOTHING, CacheConfig, ModelConfig
 from ..engine_config import EngineConfig
 from ..model.numerics import Numerics
 from ..model.rows import ROW_TILE
-from ..plans import DRAFT_MODES, PLAIN_STEP
+from ..plans import DRAFT_MODES, PLAIN_STEP, PRIOR_CONFIDENCE
 from ..sampling_params import SamplingParams
 from ..sharding.layout import SINGLE
 from ..spec_decode.budgets import HYSTERESIS, NO_DRAFT, StepCosts
@@ -96,6 +96,7 @@ class Drafting:
             self._draft_ms, self._verify_ms = costs.arrays(budgets, self.slots_each)
             self._row_ms = costs.row_ms(max_rows)
         self._past: dict[int, np.ndarray] = {}
+        self._prior = PRIOR_CONFIDENCE ** np.arange(1, self.block_size + 1)
         self._previous, self._num_skipped = NOTHING, 0
         self.rest = Rest()
 
@@ -156,7 +157,7 @@ class Drafting:
         tokens = np.zeros(len(budgets) + 2)
         shares: dict[int, list[np.ndarray]] = {}
         for slot in slots:
-            past = self._past.get(slot, np.ones(self.block_size))[: self.max_drafts]
+            past = self._past.get(slot, self._prior)[: self.max_drafts]
             shares.setdefault(slot // self.slots_each, []).append(past)
         for past in shares.values():
             gains = np.append(0.0, np.cumsum(np.sort(np.concatenate(past))[::-1]))
@@ -245,7 +246,7 @@ class Drafting:
         if self._previous >= 0 and thetas[best] <= (1 + HYSTERESIS) * thetas[self._previous]:
             best = self._previous
         if best == NO_DRAFT and self._num_skipped >= PROBE_STEPS:
-            best = 1 + int(np.argmax(thetas[1:]))
+            best = 1 + int(np.argmax(np.isfinite(thetas[1:])))
         self._num_skipped = self._num_skipped + 1 if best == NO_DRAFT else 0
         self._previous = best
         return best
