@@ -35,7 +35,7 @@ from .request import ABORTED_REASON, HANDED_OVER_REASON, LENGTH_REASON, Request,
 from .runner import Outputs, Runner
 from .scheduler import Scheduled, Scheduler
 from .stats import EngineStats
-from .target import num_row_shares, num_slot_shares
+from .target import num_row_shares, num_slot_shares, refuse_draft
 
 
 class Engine:
@@ -79,6 +79,8 @@ class Engine:
         sizes = (self.sizes, options.snapshots(shares))
         self.drafting = None
         if options.num_drafts(config):
+            # Weights whose draft stages the layout could not divide were placed without them.
+            refuse_draft(config, target)
             controls = (config, options, self.sizes, numerics, calibration, costs, target)
             self.drafting = Drafting(*controls)
         self.runner = Runner(weights, config, numerics, *sizes, is_forbidden, target, self.drafting)

@@ -62,7 +62,6 @@ def make_target(
     shape = mesh_shape(mesh) if isinstance(mesh, Mesh) else MeshShape.parse(mesh)
     chosen = find_layout(DEFAULT_LAYOUT if layout is None else layout).on(shape)
     check_layout(config, chosen, shape, redundant_experts)
-    check_draft_layout(config, chosen, shape)
     return Target(chosen, mesh if isinstance(mesh, Mesh) else make_mesh(shape))
 
 
@@ -135,8 +134,29 @@ def _place(weights: Weights, config: ModelConfig, target: Target) -> Weights:
     assert target.mesh is not None
     shares = _size(target, target.layout.axes_of(PADDED))
     engram = tuple(one.replace(embed=pad_table(one.embed, shares)) for one in weights.engram)
+    if weights.draft is not None and not holds_draft(config, target):
+        weights = weights.replace(draft=None)
     words = words_of(weights, config)
     return place_tree(weights.replace(engram=engram), words, target.layout, target.mesh)
+
+
+def holds_draft(config: ModelConfig, target: Target) -> bool:
+    """Tell whether a layout can divide the draft stages; else a model is placed without them."""
+    try:
+        refuse_draft(config, target)
+    except LayoutError:
+        return False
+    return True
+
+
+def refuse_draft(config: ModelConfig, target: Target) -> None:
+    """Refuse a layout that cannot divide the draft stages.
+
+    Raises:
+        LayoutError: what cannot be divided, by array, dimension, size and mesh axis.
+    """
+    if target.mesh is not None:
+        check_draft_layout(config, target.layout, mesh_shape(target.mesh))
 
 
 def num_slot_shares(target: Target) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from deepinfer_jax import LLM, EngineConfig, RequestError, load
+from deepinfer_jax import LLM, EngineConfig, LayoutError, RequestError, load
 from deepinfer_jax.config_json import read_config
 from deepinfer_jax.engine.load import as_model, read_calibration
 from deepinfer_jax.model.numerics import FLOAT32, Numerics
@@ -121,3 +121,11 @@ def test_a_loaded_model_is_taken_as_it_is() -> None:
     with pytest.raises(RequestError, match="got a loaded model and how to load it"):
         as_model(model, mesh="2")
     assert as_model(GOLDEN / "tiny_bf16", "float32").numerics == FLOAT32
+
+
+@pytest.mark.multi
+def test_the_embedded_model_runs_on_a_mesh_that_its_draft_does_not_divide_over() -> None:
+    model = load(mesh="8", layout="data+expert")
+    assert model.config.draft.n_routed_experts < 8 and model.weights.draft is None
+    with pytest.raises(LayoutError, match=r"stages\.ffn\.experts.*which 8 devices"):
+        LLM(model, options=EngineConfig(drafts="fixed", num_slots=1, max_context=128))

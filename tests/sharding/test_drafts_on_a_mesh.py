@@ -92,7 +92,11 @@ def test_tokens_are_those_of_one_device_without_drafts(
     assert [request.token_ids for request in run(mesh, layout, choices, drafts="dynamic")] == expected()
 
 
-def test_draft_experts_that_do_not_divide_are_refused_by_name() -> None:
+def test_draft_stages_that_do_not_divide_are_left_out_and_drafting_is_refused_by_name() -> None:
     config = replace(CONFIG, draft=replace(CONFIG.draft, n_routed_experts=6))
+    target = make_target(config, "8", "expert")
+    weights = put_on(random_weights(config, jax.random.key(8)), config, target)
+    assert weights.draft is None
+    options = EngineConfig(num_slots=8, max_context=128, drafts="fixed")
     with pytest.raises(LayoutError, match=r"stages\.ffn\.experts.*'experts' has 6"):
-        make_target(config, "8", "expert")
+        Engine(weights, config, FLOAT32, options, target=target)
