@@ -50,6 +50,12 @@ def fenced[T](values: T) -> T:
     return lax.optimization_barrier(values)
 
 
+def zeros_of(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Give zeros in the shapes of what a function would return, without running it."""
+    shapes = jax.eval_shape(function, *arguments)
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+
+
 def cut_tiles[T](rows: T, tile: int, mode: str = "constant") -> T:
     """Cut rows into tiles of one size.
 
@@ -117,8 +123,7 @@ def map_used_tiles(function: Callable[[Any], Any], rows: Any, is_used: Array, ti
     run = jax.jit(lambda part: fenced(function(fenced(part))), inline=True)
 
     def run_if_used(part: tuple[Any, Array]) -> Any:
-        shapes = jax.eval_shape(run, part[0])
-        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+        nothing = zeros_of(run, part[0])
         return lax.cond(part[1].any(), run, lambda _: nothing, part[0])
 
     tiles = (cut_tiles(rows, tile, mode="edge"), cut_tiles(is_used, tile))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .arithmetic import map_used_tiles
+from .arithmetic import map_used_tiles, zeros_of
 from .arrays import Array
 from .config import ModelConfig
 from .model.cache import Cache
@@ -29,7 +29,7 @@ from .model.weights import Weights
 from .plans import DRAFT_MODES, PROBE
 from .sampling.logits import is_greedy
 from .sampling.randomness import DRAFT_TOKEN, SAMPLE_TOKEN
-from .sampling.state import LENGTH, RUNNING, STOPPED, SamplerState
+from .sampling.state import RUNNING, SamplerState, finish_reasons, record_tokens
 from .sharding.exchange import largest_of, total_of
 from .sharding.layout import SINGLE, Layout
 from .sharding.target import ONE_DEVICE, Target
@@ -267,8 +267,7 @@ def _draft(
             return draft_slots(slots)
         return map_used_tiles(draft_slots, slots, anchors.is_active, min(SLOT_TILE, num_slots))
 
-    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(draft))
-    return lax.cond(choice != NO_DRAFT, draft, lambda: nothing)
+    return lax.cond(choice != NO_DRAFT, draft, lambda: zeros_of(draft))
 
 
 class _Chances(NamedTuple):
@@ -340,13 +339,12 @@ def _commit(state: EngineState, verdict: Verdict, is_active: Array) -> tuple[Eng
     num_tokens, is_stopped = cut_at_stop(verdict.tokens, num_valid, state.sampler.stop_ids)
     is_invalid = is_active & ~is_stopped & (invalid_at < verdict.num_tokens)
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
-    sampler = _record(state.sampler, verdict.tokens, places < num_tokens[:, None])
-    is_last = sampler.num_generated >= sampler.max_tokens
-    finish = jnp.where(is_stopped, STOPPED, jnp.where(is_last & (num_tokens > 0), LENGTH, RUNNING))
+    sampler = record_tokens(state.sampler, verdict.tokens, places < num_tokens[:, None])
+    finish = finish_reasons(sampler, last, num_tokens > 0)
     output = StepOutput(
         tokens=verdict.tokens,
         num_tokens=num_tokens,
-        finish=finish.astype(jnp.int32),
+        finish=finish,
         is_invalid=is_invalid,
         logprobs=verdict.logprobs,
         top_ids=verdict.top_ids,
@@ -359,14 +357,3 @@ def _commit(state: EngineState, verdict: Verdict, is_active: Array) -> tuple[Eng
         is_running=jnp.where(is_active, (finish == RUNNING) & ~is_invalid, state.is_running),
     )
     return state, output
-
-
-def _record(sampler: SamplerState, tokens: Array, is_new: Array) -> SamplerState:
-    """Count several generated tokens a slot."""
-    num_slots, vocab_size = sampler.counts.shape
-    columns = jnp.where(is_new, tokens, vocab_size)
-    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    return sampler.replace(
-        num_generated=sampler.num_generated + is_new.sum(axis=1, dtype=jnp.int32),
-        counts=sampler.counts.at[slots, columns].add(1, mode="drop"),
-    )

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..plans import DEFAULT_SLOTS, DRAFT_MODES, SLOT_BUCKETS, VERIFICATION_MODES
+from ..plans import DRAFT_MODES, VERIFICATION_MODES
 from ..sampling_params import RequestError
 from ..text.jsonl import line_keys, numbered_lines
 from ..text.record_file import OutputError, RecordFile
 from ..text.records import DoneLines
 from . import EXIT_FAILED, EXIT_INTERRUPTED
 from .batch_lines import PENDING_PER_SLOT, Tally, run_batch
-from .options import add_model_options, draft_options, draft_words
+from .options import add_model_options, add_size_options, draft_options, draft_words
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -79,14 +79,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="drop the results that are there, instead of continuing"
     )
-    slots = ", ".join(map(str, SLOT_BUCKETS))
-    parser.add_argument(
-        "--slots",
-        type=int,
-        metavar="N",
-        help=f"requests that run together: {slots} (default: {DEFAULT_SLOTS})",
-    )
-    parser.add_argument("--max-context", type=int, metavar="N", help="tokens of a prompt and its output")
+    add_size_options(parser)
     parser.add_argument(
         "--max-pending",
         type=int,

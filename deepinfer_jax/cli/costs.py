@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..plans import DEFAULT_SLOTS, SLOT_BUCKETS, VERIFICATION_MODES
-from .options import VERIFICATION_HELP, add_load_options
+from ..plans import VERIFICATION_MODES
+from .options import VERIFICATION_HELP, add_load_options, add_size_options
 
 if TYPE_CHECKING:
     from ..spec_decode.costs import CostTable
@@ -38,14 +38,7 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
         epilog="example: deepinfer_jax costs --slots 64 --max-context 8192",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    slots = ", ".join(map(str, SLOT_BUCKETS))
-    parser.add_argument(
-        "--slots",
-        type=int,
-        metavar="N",
-        help=f"requests that run together: {slots} (default: {DEFAULT_SLOTS})",
-    )
-    parser.add_argument("--max-context", type=int, metavar="N", help="tokens of a prompt and its output")
+    add_size_options(parser)
     parser.add_argument(
         "--context",
         type=int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..plans import DRAFT_MODES, PREFILL_MODES, VERIFICATION_MODES
+from ..plans import DEFAULT_SLOTS, DRAFT_MODES, PREFILL_MODES, SLOT_BUCKETS, VERIFICATION_MODES
 
 if TYPE_CHECKING:
     from ..spec_decode.summary import DraftSummary
@@ -64,6 +64,22 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="what lies where on the mesh, such as data+expert (default), tensor or sequence; "
         "`deepinfer_jax layout --help` lists all",
     )
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that size an engine.
+
+    Args:
+        parser: of a verb.
+    """
+    slots = ", ".join(map(str, SLOT_BUCKETS))
+    parser.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help=f"requests that run together: {slots} (default: {DEFAULT_SLOTS})",
+    )
+    parser.add_argument("--max-context", type=int, metavar="N", help="tokens of a prompt and its output")
 
 
 def draft_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arithmetic import fenced, join_tiles, map_tiles, map_used_tiles
+from ..arithmetic import fenced, join_tiles, map_tiles, map_used_tiles, zeros_of
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import collapse, initial_streams, rms_norm
@@ -260,9 +260,7 @@ def _over_tiles[T](
     traced_step = jax.jit(step, inline=True)
 
     def step_if_used(cache: Cache, tile: Rows) -> tuple[Cache, T]:
-        skipped = jax.tree.map(
-            lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(traced_step, cache, tile)[1]
-        )
+        skipped = zeros_of(lambda *arguments: traced_step(*arguments)[1], cache, tile)
         return lax.cond(tile.is_valid.any(), traced_step, lambda cache, _: (cache, skipped), cache, tile)
 
     # Devices that meet in a tile must all run it, used or not.

@@ -30,7 +30,7 @@ from ..arrays import MASKED_SCORE, Array
 from .logits import is_greedy, keep_min_p, keep_top_k, keep_top_p, scale_by_temperature
 from .penalties import add_bias, mask_stops, penalize
 from .randomness import SAMPLE_TOKEN, gumbel
-from .state import SamplerState
+from .state import SamplerState, record_tokens
 
 SAMPLING_TILE = 8
 """Rows that are sampled together where results must not depend on the number of rows."""
@@ -153,14 +153,7 @@ def sample_rows(
 def _sampler_of_rows(sampler: SamplerState, places: RowPlaces) -> SamplerState:
     """Give each row its slot's state, its new tokens counted."""
     own = jax.tree.map(lambda array: array[places.slots], sampler)
-    rows, vocab_size = own.counts.shape
-    is_new = places.new_ids >= 0
-    columns = jnp.where(is_new, places.new_ids, vocab_size)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    return own.replace(
-        counts=own.counts.at[row, columns].add(1, mode="drop"),
-        num_generated=own.num_generated + is_new.sum(axis=1, dtype=jnp.int32),
-    )
+    return record_tokens(own, places.new_ids, places.new_ids >= 0)
 
 
 def control_logits(logits: Array, sampler: SamplerState, is_forbidden: Array) -> Array:

@@ -134,16 +134,31 @@ def record_token(sampler: SamplerState, tokens: Array, is_sampled: Array) -> Sam
     Returns:
         The state.
     """
+    return record_tokens(sampler, tokens[:, None], is_sampled[:, None])
+
+
+def record_tokens(sampler: SamplerState, tokens: Array, is_new: Array) -> SamplerState:
+    """Count several generated tokens a slot.
+
+    Args:
+        sampler: state of B slots.
+        tokens: int32 [B, T].
+        is_new: bool [B, T]; the others do not count.
+
+    Returns:
+        The state.
+    """
     num_slots, vocab_size = sampler.counts.shape
-    columns = jnp.where(is_sampled, tokens, vocab_size)
+    columns = jnp.where(is_new, tokens, vocab_size)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     return sampler.replace(
-        num_generated=sampler.num_generated + is_sampled.astype(jnp.int32),
-        counts=sampler.counts.at[jnp.arange(num_slots, dtype=jnp.int32), columns].add(1, mode="drop"),
+        num_generated=sampler.num_generated + is_new.sum(axis=1, dtype=jnp.int32),
+        counts=sampler.counts.at[slots, columns].add(1, mode="drop"),
     )
 
 
 def finish_reasons(sampler: SamplerState, tokens: Array, is_sampled: Array) -> Array:
-    """Tell which slots end with the tokens that `record_token` has just counted.
+    """Tell which slots end with the tokens that have just been counted, the last of each.
 
     A stop token ends the output whenever it comes: before min_tokens it is masked and cannot come. A
     stop token that is also the last of max_tokens counts as a stop.
