@@ -7,6 +7,7 @@ Read next: `kernels/__init__.py` and `model/linear.py`, which build on these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,6 +55,43 @@ def zeros_of(function: Callable[..., Any], *arguments: Any) -> Any:
     """Give zeros in the shapes of what a function would return, without running it."""
     shapes = jax.eval_shape(function, *arguments)
     return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+
+
+def scan_counted[C, T](step: Callable[[C, Array], tuple[C, T]], carry: C, count: int) -> tuple[C, T]:
+    """Run a step for the numbers 0, 1, .. as `lax.scan` over them would, by a counter that XLA cannot follow.
+
+    A slice at a number that XLA can foresee is a copy of its own on a GPU, which keeps the loop, and all
+    around it, out of a CUDA graph (JAX 0.11.2; seen in XLA's list of launches).
+
+    Args:
+        step: of the carried values and the number, to the next ones and a result.
+        carry: the first values.
+        count: how many numbers.
+
+    Returns:
+        The last values, and all results, stacked.
+    """
+
+    def run(_: Array, counted: tuple[Array, C, T]) -> tuple[Array, C, T]:
+        number, carry, results = counted
+        carry, result = step(carry, number)
+        put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
+        return number + fenced(jnp.int32(1)), carry, jax.tree.map(put, results, result)
+
+    shapes = jax.eval_shape(step, carry, jnp.int32(0))[1]
+    results: Any = jax.tree.map(lambda one: jnp.zeros((count, *one.shape), one.dtype), shapes)
+    _, carry, results = lax.fori_loop(0, count, run, (jnp.int32(0), carry, results))
+    return carry, results
+
+
+def scan_rows[C, T](step: Callable[[C, Any], tuple[C, T]], carry: C, rows: Any) -> tuple[C, T]:
+    """Do as `lax.scan` does, slicing by a counter of its own: see `scan_counted`."""
+
+    def run(carry: C, number: Array) -> tuple[C, T]:
+        take = partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return step(carry, jax.tree.map(take, rows))
+
+    return scan_counted(run, carry, jax.tree.leaves(rows)[0].shape[0])
 
 
 def cut_tiles[T](rows: T, tile: int, mode: str = "constant") -> T:
@@ -104,7 +142,8 @@ def map_tiles(function: Callable[[Any], Any], rows: Any, tile: int) -> Any:
     """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     tiles = cut_tiles(rows, tile, mode="edge")
-    return join_tiles(lax.map(lambda part: fenced(function(fenced(part))), tiles), num_rows)
+    _, results = scan_rows(lambda _, part: (None, fenced(function(fenced(part)))), None, tiles)
+    return join_tiles(results, num_rows)
 
 
 def map_used_tiles(function: Callable[[Any], Any], rows: Any, is_used: Array, tile: int) -> Any:
@@ -127,4 +166,5 @@ def map_used_tiles(function: Callable[[Any], Any], rows: Any, is_used: Array, ti
         return lax.cond(part[1].any(), run, lambda _: nothing, part[0])
 
     tiles = (cut_tiles(rows, tile, mode="edge"), cut_tiles(is_used, tile))
-    return join_tiles(lax.map(run_if_used, tiles), is_used.shape[0])
+    _, results = scan_rows(lambda _, part: (None, run_if_used(part)), None, tiles)
+    return join_tiles(results, is_used.shape[0])

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import jax.numpy as jnp
-from jax import lax
-
+from ..arithmetic import scan_counted
 from ..arrays import Array
 from ..config import ModelConfig
 from ..sharding.exchange import put_together
@@ -126,5 +124,4 @@ def _loop(body: Callable[[Carry, Array | int], Carry], carry: Carry, count: int)
     """Apply `body(carry, i)` for i = 0..count-1, as a scan if there is more than one."""
     if count == 1:
         return body(carry, 0)
-    counter = jnp.arange(count, dtype=jnp.int32)
-    return lax.scan(lambda carry, place: (body(carry, place), None), carry, counter)[0]
+    return scan_counted(lambda carry, place: (body(carry, place), None), carry, count)[0]

@@ -56,6 +56,9 @@ class GpuTarget:
             "device_memory_size": self.memory_bytes,
             "registers_per_core_limit": 2**16,
             "registers_per_block_limit": 2**16,
+            # From 12.3 on loops and conditionals can be part of CUDA graphs.
+            "driver_version": '"13.0.0"',
+            "runtime_version": '"13.0.0"',
         }
         fields = "\n".join(f"  {key}: {value}" for key, value in device.items())
         return (

@@ -52,8 +52,7 @@ def grouped_experts(
     stacks = Expert(w1, w3, w2)
     inputs = quantize_dequantize_fp8(x) if quantizes_input else x
 
-    def add_expert(outputs: Array, item: tuple[Array, Expert | None]) -> tuple[Array, None]:
-        expert, weights = item
+    def add_expert(expert: Array, outputs: Array, weights: Expert | None = None) -> Array:
         is_chosen = expert_ids == expert
 
         def compute(outputs: Array) -> Array:
@@ -72,13 +71,18 @@ def grouped_experts(
                 return _in_tiles(run, inputs, routing, is_chosen, outputs, tile)
             return jnp.where(is_chosen[:, :, None], run(inputs, routing)[:, None, :], outputs)
 
-        return lax.cond(jnp.any(is_chosen), compute, lambda outputs: outputs, outputs), None
+        return lax.cond(jnp.any(is_chosen), compute, lambda outputs: outputs, outputs)
 
-    # A stack of one layer is scanned over, so that its gradient is stacked and not added up expert by
-    # expert in arrays of the whole stack's size.
-    scanned = jax.tree.map(lambda stack: stack[0], stacks) if num_layers == 1 else None
     outputs = jnp.zeros((*expert_ids.shape, x.shape[1]), x.dtype)
-    return lax.scan(add_expert, outputs, (jnp.arange(num_experts, dtype=jnp.int32), scanned))[0]
+    # A stack of one layer that can have a gradient is scanned over, so that the gradient is stacked and not
+    # added up expert by expert in arrays of the whole stack's size. Packed weights have none; scanned, they
+    # would be copied whether chosen or not, and on a GPU the loop would not become a CUDA graph.
+    if num_layers > 1 or isinstance(w1, QuantArray):
+        # No numbers to scan over either: a loop counts by itself, and XLA copies what is scanned.
+        return lax.fori_loop(0, num_experts, add_expert, outputs)
+    own = jax.tree.map(lambda stack: stack[0], stacks)
+    numbered = (jnp.arange(num_experts, dtype=jnp.int32), own)
+    return lax.scan(lambda outputs, item: (add_expert(item[0], outputs, item[1]), None), outputs, numbered)[0]
 
 
 def _in_tiles(
