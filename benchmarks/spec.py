@@ -19,13 +19,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from generate import RESULTS, append_results, describe_run, print_results
-from spec_bench import ARMS, COMMAND_BUFFERS, Bench, copied, run_segment, say
+from spec_bench import ARMS, Bench, copied, run_segment, say
 from spec_models import (
     PUBLIC_CURVE,
     REAL,
@@ -178,8 +179,9 @@ def results_of(bench: Bench, found: dict[str, Any], costs: CostTable) -> list[di
         "arm": "costs",
         "verify_ms": {rows: round(value, 3) for rows, value in costs.verify_ms.items()},
         "uniform_ms": round(costs.uniform_ms, 3),
+        "plain_ms": {slots: round(value, 3) for slots, value in costs.plain_ms.items()},
         "compile_s": bench.compile_s,
-        "command_buffers": bench.compiler_options is not None,
+        "tiles": [bench.model.numerics.row_tile, bench.model.numerics.sampling_tile],
     }
     return [*results, ratio | common, costs_ms | common]
 
@@ -191,13 +193,12 @@ def _number(value: float) -> float | None:
 
 def measure(model: SpecModel, concurrency: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one number of sequences."""
-    compiler_options = COMMAND_BUFFERS if options.command_buffers else None
-    bench = Bench(model, concurrency, options.tokens or default_tokens(concurrency), compiler_options)
+    bench = Bench(model, concurrency, options.tokens or default_tokens(concurrency))
     costs = bench.measure_costs(options.cost_repeats)
-    say(f"{concurrency}: drafting {costs.draft_ms} ms, verifying {costs.verify_ms} ms")
+    say(f"{concurrency}: plain {costs.plain_ms}, drafting {costs.draft_ms}, verifying {costs.verify_ms} ms")
     found = run_rounds(bench, options.pairs, options.seconds)
     results = results_of(bench, found, costs)
-    if options.command_buffers:
+    if options.dispatch:
         common = {"model": model.name, "concurrency": concurrency, "arm": "dispatch"}
         results += [{**one, **common} for one in bench.measure_dispatch()]
     if model.acceptance == REAL and found["differing"]:
@@ -216,7 +217,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a sequence in a segment (default: 48, 24 or 16)")
     parser.add_argument("--seconds", type=float, default=600, help="for the rounds of one concurrency (600)")
     parser.add_argument("--cost-repeats", type=int, default=5, help="of each measured step time (default: 5)")
-    parser.add_argument("--command-buffers", action="store_true", help="CUDA graphs with conditionals (GPU)")
+    parser.add_argument("--dispatch", action="store_true", help="also steps without command buffers (GPU)")
+    parser.add_argument("--row-tile", type=int, help="rows of a tile (default: as an engine has here)")
+    parser.add_argument("--sampling-tile", type=int, help="rows that are sampled together (likewise)")
     parser.add_argument("--report", action="store_true", help="print tables and write plots of the results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
     return parser.parse_args(arguments)
@@ -229,13 +232,16 @@ def main(arguments: list[str]) -> None:
         print(report(options.results))
         return
     platform = jax.devices()[0].platform
-    if options.command_buffers and platform != "gpu":
+    if options.dispatch and platform != "gpu":
         raise SystemExit(
-            f"--command-buffers: got a {platform} device, expected a GPU, as only its programs become CUDA "
-            "graphs; leave the option out"
+            f"--dispatch: got a {platform} device, expected a GPU, as only its programs become CUDA graphs; "
+            "leave the option out"
         )
     about = describe_run(["--spec", *arguments], "benchmarks/step.py")
     model = make_model(options.model, options.synthetic)
+    tiles = {"row_tile": options.row_tile, "sampling_tile": options.sampling_tile}
+    given = {name: rows for name, rows in tiles.items() if rows is not None}
+    model = replace(model, numerics=replace(model.numerics, **given))
     say(f"{model.name}: weights are there, acceptance is {model.acceptance}")
     is_forced = model.acceptance == SYNTHETIC
     results = []

@@ -21,7 +21,8 @@ from spec_models import PROMPT_TOKENS, SpecModel
 from deepinfer_jax import EngineConfig, SamplingParams
 from deepinfer_jax.config import NOTHING, CacheConfig
 from deepinfer_jax.engine.drafting import Drafting, row_tile
-from deepinfer_jax.plans import PLAIN_STEP, SLOT_BUCKETS, Admission, bucket_for
+from deepinfer_jax.engine.platform import program
+from deepinfer_jax.plans import BARE_STEP, PLAIN_STEP, SLOT_BUCKETS, Admission, bucket_for
 from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
 from deepinfer_jax.speculate import SpeculationPlan, speculate_step
@@ -35,17 +36,13 @@ WARM_TOKENS = 8
 CUT_CONTEXT = 1024
 """Tokens of each sequence of the cut model, whatever they are: steps cost by the context."""
 
-COST_STEPS = 2
-"""Steps timed together for one entry of the cost table."""
+COST_STEPS = {"cut": 2}
+"""Steps timed together for one entry of the cost table: fewer where a step takes long."""
+
+MOST_COST_STEPS = 6
 
 MOST_BUDGETS = 7
 """Budgets that are timed; the table is linear between."""
-
-COMMAND_BUFFERS: dict[str, Any] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUSTOM_CALL,CONDITIONAL,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
-}
-"""Conditionals and loops become part of CUDA graphs, instead of the host waiting for their predicates."""
 
 STARTED = time.perf_counter()
 
@@ -59,7 +56,7 @@ def say(text: str) -> None:
 
 def engine_options(model: SpecModel, concurrency: int, tokens: int, drafts: str) -> EngineConfig:
     """Size an engine so that no sequence fills its pages: some get thrice as many tokens as the mean."""
-    context = PROMPT_TOKENS + WARM_TOKENS + 3 * tokens + 8 * COST_STEPS
+    context = PROMPT_TOKENS + WARM_TOKENS + 3 * tokens + 8 * MOST_COST_STEPS
     if model.name == "cut":
         context = max(context, CUT_CONTEXT)
     slots = bucket_for(concurrency, SLOT_BUCKETS, "concurrency")
@@ -163,14 +160,12 @@ class Bench:
         model: whose steps run.
         concurrency: sequences.
         tokens: of a sequence in a segment, on average.
-        compiler_options: of the programs, None for those an engine has.
         compile_s: seconds until each program had run once.
     """
 
     model: SpecModel
     concurrency: int
     tokens: int
-    compiler_options: dict[str, Any] | None = None
     compile_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +182,8 @@ class Bench:
         self.weights = {"none": model.weights.replace(draft=None), "fixed": model.weights}
         self.weights["plain"], self.sizes["plain"] = model.weights, self.sizes["fixed"]
         names = ("none", "fixed", "plain")
-        self.programs = {name: self.program(name, self.compiler_options) for name in names}
+        self.weights["bare"], names = self.weights["none"], (*names, "bare")
+        self.programs = {name: self.program(name) for name in names}
         self.states = {name: self._prepared(name) for name in ("none", "fixed")}
 
     def _control(self, drafts: str, costs: CostTable | None) -> Drafting:
@@ -199,19 +195,15 @@ class Bench:
         """Give what steps of an arm are told, on the device."""
         return jax.device_put(self.drafting[arm].plan(self.is_active, choice))
 
-    def program(self, name: str, compiler_options: dict[str, Any] | None) -> Callable[..., Any]:
-        """Give "none" (decoding), "fixed" (decoding with drafts, whatever the schedule) or "plain" (a step of
-        "dynamic" that leaves them out)."""
+    def program(self, name: str, platform: str | None = None) -> Callable[..., Any]:
+        """Give "none" (decoding), "fixed" (decoding with drafts, whatever the schedule), "plain" or "bare"
+        (steps of "dynamic" without), compiled as an engine does on a platform, by default on this one."""
         options: dict[str, Any] = dict(self.static)
-        step, told = decode_step, jax.device_put(self.is_active)
+        step = speculate_step if name == "fixed" else decode_step
         if name == "fixed":
-            step, told = speculate_step, self.plan()
             options["speculation"] = self.speculation
-        if compiler_options is None:
-            return lambda weights, state, told: step(weights, state, told, **options)
-        state = admitted(self.model, self.sizes[name], self.concurrency, self._prompts())
-        lowered = step.lower(self.weights[name], state, told, **options)
-        return lowered.compile(compiler_options)
+        compiled = program(step, platform or jax.devices()[0].platform)
+        return lambda weights, state, told: compiled(weights, state, told, **options)
 
     def step(self, arm: str, choice: int = NOTHING, program: Callable[..., Any] | None = None) -> Step:
         """Give the step of an arm, with everything but the state filled in."""
@@ -220,23 +212,31 @@ class Bench:
         told = jax.device_put(self.is_active) if arm == "none" else self.plan(arm, choice)
         return lambda state: run(weights, state, told)
 
+    def plain_step(self, name: str = "plain") -> Step:
+        """Give the step that drafts nothing, in the state of an engine that does; or the "bare" one."""
+        run, weights, is_active = self.programs[name], self.weights[name], jax.device_put(self.is_active)
+        return lambda state: run(weights, state, is_active)
+
     def dynamic_step(self) -> Step:
         """Give the step of "dynamic" as an engine runs it: plain for a while where no draft paid."""
         drafting, slots = self.drafting["dynamic"], np.flatnonzero(self.is_active).tolist()
         unread: list[tuple[int, StepOutput]] = []
         plans: dict[int, SpeculationPlan] = {}
+        without = {PLAIN_STEP: self.plain_step(), BARE_STEP: self.plain_step("bare")}
         nothing = jnp.zeros(self.slots, jnp.int32)
         logits = jnp.zeros((self.slots, self.model.config.draft.block_size), jnp.float32)
         is_active = jax.device_put(self.is_active)
         no_drafts = DraftOutput(nothing, nothing, is_active.astype(jnp.int32), logits, nothing)
+        for compiled in without.values():
+            jax.block_until_ready(compiled(copied(self.states["fixed"])))
 
         def step(state: EngineState) -> tuple[EngineState, StepOutput]:
             if len(unread) > 1:
                 told, output = unread.pop(0)
                 drafting.rest.note(told, int(np.asarray(output.drafts.choice)[0]), len(slots))
             told = drafting.choice(slots)
-            if told == PLAIN_STEP:
-                state, output = self.programs["plain"](self.weights["plain"], state, is_active)
+            if told in without:
+                state, output = without[told](state)
                 output = output.replace(drafts=no_drafts)
             else:
                 if told not in plans:
@@ -263,7 +263,7 @@ class Bench:
         state = admitted(self.model, self.sizes[name], self.concurrency, prompts)
         state = with_prompts(step, state, prompts)
         if self.model.name == "cut":
-            left = 3 * self.tokens + 8 * COST_STEPS
+            left = 3 * self.tokens + 8 * MOST_COST_STEPS
             length = self.sizes[name].capacity - left
             state = state.replace(lengths=jnp.full(self.slots, length, jnp.int32))
         return state
@@ -280,23 +280,25 @@ class Bench:
         budgets, uniform = self.speculation.budgets, self.speculation.uniform
         feasible = [1 + place for place, rows in enumerate(budgets) if rows >= self.concurrency]
         places = np.linspace(0, len(feasible) - 1, min(MOST_BUDGETS, len(feasible)))
-        choices = [0, *(feasible[place] for place in sorted({int(place) for place in places})), uniform]
+        budgets_timed = [feasible[place] for place in sorted({int(place) for place in places})]
         # Told what to verify, by the schedule that obeys; nothing is weighed by these numbers.
         today = datetime.date.today().isoformat()
         unknown = CostTable(self._identity(), today, {1: 1.0}, {1: 0.0}, 1.0)
         self.drafting["dynamic"] = self._control("dynamic", unknown)
-        steps = {choice: self.step("dynamic", choice) for choice in choices}
-        times: dict[int, list[float]] = {choice: [] for choice in choices}
+        steps = {choice: self.step("dynamic", choice) for choice in (0, *budgets_timed, uniform)}
+        steps[PLAIN_STEP] = self.plain_step()
+        times: dict[int, list[float]] = {choice: [] for choice in steps}
+        count = COST_STEPS.get(self.model.name, MOST_COST_STEPS)
         # One repeat more: the first of each kind is not counted.
         for repeat in range(repeats + 1):
             for choice, step in steps.items():
                 state = jax.block_until_ready(copied(self.states["fixed"]))
                 started = time.perf_counter()
-                for _ in range(COST_STEPS):
+                for _ in range(count):
                     state, _ = step(state)
                 jax.block_until_ready(state)
                 if repeat:
-                    times[choice].append(1000 * (time.perf_counter() - started) / COST_STEPS)
+                    times[choice].append(1000 * (time.perf_counter() - started) / count)
         step_ms = {choice: statistics.median(found) for choice, found in times.items()}
         table = cost_table(step_ms, budgets, self.concurrency, self._identity())
         self.drafting["dynamic"] = self._control("dynamic", table)
@@ -307,7 +309,7 @@ class Bench:
         found = []
         for name in ("none", "fixed"):
             for label, run in (
-                ("default", self.program(name, None)),
+                ("default", self.program(name, "cpu")),
                 ("command buffers", self.programs[name]),
             ):
                 step, state = self.step(name, program=run), copied(self.states[name])
@@ -337,7 +339,8 @@ def cost_table(
     """Make a cost table of the times of whole steps.
 
     Args:
-        step_ms: milliseconds by choice: 0 without drafts, 1..G budgets (some may be missing), G + 1.
+        step_ms: milliseconds by choice: 0 without drafts, 1..G budgets (some may be missing), G + 1;
+            `PLAIN_STEP` for the step that knows no drafts.
         budgets: rows of choices 1..G.
         concurrency: sequences that ran.
         engine: what was measured.
@@ -347,9 +350,10 @@ def cost_table(
     """
     uniform = len(budgets) + 1
     measured = sorted(choice for choice in step_ms if 0 < choice < uniform)
-    plain = step_ms[0]
-    draft = max(step_ms[measured[0]] - plain, 0.0)
+    bare = step_ms[0]
+    draft = max(step_ms[measured[0]] - bare, 0.0)
     # However noisy the clock, no number of rows takes less than the fewest.
-    verify = {budgets[choice - 1]: max(step_ms[choice] - draft, plain) for choice in measured}
+    verify = {budgets[choice - 1]: max(step_ms[choice] - draft, bare) for choice in measured}
     today = datetime.date.today().isoformat()
-    return CostTable(engine, today, verify, {concurrency: draft}, max(step_ms[uniform] - draft, plain))
+    uniform_ms, plain = max(step_ms[uniform] - draft, bare), {concurrency: step_ms[PLAIN_STEP]}
+    return CostTable(engine, today, verify, {concurrency: draft}, uniform_ms, plain)

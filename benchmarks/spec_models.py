@@ -21,6 +21,7 @@ from deepinfer_jax import load, speculate
 from deepinfer_jax.arrays import Array
 from deepinfer_jax.config import DraftConfig, ModelConfig
 from deepinfer_jax.engine.load import use_compilation_cache
+from deepinfer_jax.engine.platform import suited
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import Weights
@@ -122,7 +123,7 @@ def make_model(name: str, is_forced: bool) -> SpecModel:
         return SpecModel(name, *parts, acceptance, model.forbidden_ids)
     use_compilation_cache()
     if name == "cut":
-        config, numerics = released_draft_cut(), OFFICIAL
+        config, numerics = released_draft_cut(), suited(OFFICIAL, jax.devices()[0].platform)
         draw = jax.jit(lambda key: random_resident_weights(config, key))
         weights = jax.block_until_ready(draw(jax.random.key(0)))
     else:
@@ -174,14 +175,13 @@ def forced_acceptance(chances: Sequence[float]) -> Iterator[None]:
         return cache, verdict.replace(num_tokens=num_tokens)
 
     # Neither may a program from before serve meanwhile, nor one from meanwhile afterwards.
-    step: Any = speculate.speculate_step
-    step.clear_cache()
+    jax.clear_caches()
     try:
         with mock.patch.object(speculate, "draft_tokens", drafted):
             with mock.patch.object(speculate, "verify_drafts", verified):
                 yield
     finally:
-        step.clear_cache()
+        jax.clear_caches()
 
 
 def drawn_lengths(anchors: Anchors, seeds: Array, lengths: Array, chances: Sequence[float]) -> Array:

@@ -17,11 +17,9 @@ from .config import PAGE_TOKENS, CacheConfig, ModelConfig
 from .kernels.pallas.index_top_k.ref import PAGES_AT_ONCE
 from .model.abstract_weights import abstract_weights
 from .model.numerics import Numerics
-from .model.rows import ROW_TILE
 from .model.schedule import layer_kind
 from .model.weights import weight_specs
 from .plans import ROWS_PER_BLOCK
-from .sampling.sample import SAMPLING_TILE
 from .sharding.memory import TABLE_PAGES, StoredArray
 from .sharding.place import is_words
 from .sharding.step_sizes import LayerRole, ModelSizes
@@ -54,10 +52,10 @@ def model_sizes(config: ModelConfig, numerics: Numerics, num_experts_redundant: 
         window_bytes=row_bytes(formats.window, config.head_dim),
         entry_bytes=row_bytes(formats.entry, config.head_dim),
         key_bytes=row_bytes(formats.index_key, config.index_head_dim),
-        row_tile=ROW_TILE if is_tiled else None,
+        row_tile=numerics.row_tile if is_tiled else None,
         block_rows=ROWS_PER_BLOCK,
         pages_at_once=PAGES_AT_ONCE,
-        sampling_tile=SAMPLING_TILE if is_tiled else None,
+        sampling_tile=numerics.sampled_together,
     )
 
 

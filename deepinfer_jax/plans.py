@@ -42,9 +42,10 @@ DRAFT_MODES = ("off", "fixed", "dynamic", "threshold", "early_stop")
 """How many drafts are verified: none are made; all; as many as pay; up to the first of low confidence;
 as the greedy search with an early stop finds."""
 
-PROBE, PLAIN_STEP = -2, -3
+PROBE, PLAIN_STEP, BARE_STEP = -2, -3, -4
 """What a step with drafts may be told instead of a choice: to draft but verify as little as can be, to see
-what drafts are worth; or to be a decode step without any part of drafting."""
+what drafts are worth; to be a decode step that drafts nothing; or one that does not even leave behind what
+draft stages read of its tokens, where no draft will be made before that has left the window."""
 
 PRIOR_CONFIDENCE = 0.7
 """How likely a draft is accepted if those before were, of a sequence that has had no draft yet: a guess."""
@@ -116,8 +117,8 @@ class StepPlan:
         page_table: int32 [B, pages of a slot], where only that changed.
         notes: (slot, token ids) of sequences that come without rows, for the penalties.
         is_decoding: bool [B], slots that run their latest token, and drafts after it.
-        draft_choice: how many drafts to verify, as `speculate.py` numbers it; `PROBE`, `PLAIN_STEP`, or
-            NOTHING for the devices to choose.
+        draft_choice: how many drafts to verify, as `speculate.py` numbers it; `PROBE`, `PLAIN_STEP`,
+            `BARE_STEP`, or NOTHING for the devices to choose.
         encode: prompt rows for the encoder half alone.
         prefill: prompt rows for all layers.
         saves_after: (snapshot, slot) to copy at the end.

@@ -41,7 +41,7 @@ from .spec_decode.budgets import (
     choose_budget,
     chosen_lengths,
 )
-from .spec_decode.draft import SLOT_TILE, Anchors, Drafts, draft_states, draft_tokens
+from .spec_decode.draft import Anchors, Drafts, draft_states, draft_tokens
 from .spec_decode.schedule import (
     cap_survivals,
     early_stop_lengths,
@@ -89,7 +89,8 @@ class SpeculationPlan(NamedTuple):
         threshold: float32 [], confidence below which "threshold" stops.
         temperatures: float32 [3, K], of the confidence logits of greedy, sampled and filtered requests.
         shifts: float32 [3, K], added to the logits before.
-        costs: times of drafting and verifying on one device.
+        bases: float32 [3, K], 0 or more, added to the odds e^z of the logits z before that.
+        costs: times of drafting, of verifying and of steps without either, on one device.
         row_ms: float32 [B (K + 1) + 1], time of verifying some rows, by their number, for "early_stop".
     """
 
@@ -100,6 +101,7 @@ class SpeculationPlan(NamedTuple):
     threshold: Any
     temperatures: Any
     shifts: Any
+    bases: Any
     costs: StepCosts
     row_ms: Any
 
@@ -112,7 +114,8 @@ PLAN_WORDS = SpeculationPlan(
     threshold=(),
     temperatures=(),
     shifts=(),
-    costs=StepCosts((), ()),
+    bases=(),
+    costs=StepCosts((), (), ()),
     row_ms=(),
 )
 
@@ -223,7 +226,7 @@ def _choose(
     # 4 bytes a candidate over the axes of slots: all ranks choose the same.
     numerators = total_of(budget_numerators(capped, is_active, speculation.budgets), axes)
     most_active = largest_of(is_active.sum(dtype=jnp.int32), axes)
-    thetas = budget_thetas(numerators, most_active, speculation.budgets, costs)
+    thetas = budget_thetas(numerators, most_active, costs)
     chosen = choose_budget(thetas, state.drafts.choice)
     # A probe is to see confidences: the fewest rows there are, or all if no budget holds the anchors.
     holds = jnp.asarray((*speculation.budgets, most_rows), jnp.int32) >= most_active
@@ -265,7 +268,7 @@ def _draft(
         slots = (anchors, state.sampler, jnp.arange(num_slots, dtype=jnp.int32))
         if own.batch_invariant or layout != SINGLE:
             return draft_slots(slots)
-        return map_used_tiles(draft_slots, slots, anchors.is_active, min(SLOT_TILE, num_slots))
+        return map_used_tiles(draft_slots, slots, anchors.is_active, min(own.slot_tile, num_slots))
 
     return lax.cond(choice != NO_DRAFT, draft, lambda: zeros_of(draft))
 
@@ -278,12 +281,18 @@ class _Chances(NamedTuple):
 
 
 def _survivals_of(drafts: Drafts, state: EngineState, plan: SpeculationPlan) -> _Chances:
-    """Calibrate the confidences, each slot by the temperatures of how it samples."""
+    """Calibrate the confidences, each slot as it samples.
+
+    c = sigmoid((log(e^z + base) + shift) / temperature).
+    """
     sampler = state.sampler
     is_filtered = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
     regime = jnp.where(is_greedy(sampler.temperature), 0, jnp.where(is_filtered, 2, 1))
-    temperatures, shifts = jnp.asarray(plan.temperatures)[regime], jnp.asarray(plan.shifts)[regime]
-    confidences = jax.nn.sigmoid((drafts.confidences + shifts) / temperatures)
+    tables = plan.temperatures, plan.shifts, plan.bases
+    temperatures, shifts, bases = (jnp.asarray(table)[regime] for table in tables)
+    # No base has the logarithm minus infinity, which leaves the logit as it is, to the last bit.
+    logits = jnp.logaddexp(drafts.confidences, jnp.log(bases))
+    confidences = jax.nn.sigmoid((logits + shifts) / temperatures)
     return _Chances(confidences, survivals(confidences))
 
 

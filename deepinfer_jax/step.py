@@ -21,7 +21,7 @@ from .model.backbone import backbone, encode, head_logits, own_row_ids
 from .model.cache import Cache, empty_cache
 from .model.draft_weights import words_of
 from .model.numerics import Numerics
-from .model.rows import ROW_TILE, Rows, chunk_rows, text_rows
+from .model.rows import Rows, chunk_rows, text_rows
 from .model.weights import Weights
 from .plans import ROWS_PER_BLOCK, Admission, PrefillPlan
 from .sampling.logits import Logprobs, token_logprobs
@@ -305,7 +305,7 @@ def _sample(
     sampled = sample(
         *(logits, state.sampler, state.lengths, state.is_forbidden),
         num_logprobs=num_logprobs,
-        batch_invariant=numerics.batch_invariant,
+        tile=numerics.sampled_together,
     )
     tokens = jnp.where(is_sampled, sampled.tokens, state.tokens)
     sampler = record_token(state.sampler, tokens, is_sampled)
@@ -333,4 +333,4 @@ def _prompt_logprobs(
         return token_logprobs(logits, jnp.maximum(tile[1], 0), count)
 
     rows = (hidden, next_ids)
-    return map_tiles(of_tile, rows, ROW_TILE) if numerics.batch_invariant else of_tile(rows)
+    return map_tiles(of_tile, rows, numerics.row_tile) if numerics.batch_invariant else of_tile(rows)

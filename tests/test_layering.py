@@ -86,9 +86,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The device side knows no request, and both meet without any text.
     "engine.progress": set(),
     "engine.target": {"step", "sharding"},
+    "engine.platform": {"step"},
     "engine.drafting": {"speculate", "engine_config", "spec_decode", "engine.target"},
     "engine.runner": {
-        *("step", "speculate", "slot_steps", "plans", "engine.target", "engine.progress", "engine.drafting"),
+        *("step", "speculate", "slot_steps", "plans"),
+        *("engine.target", "engine.platform", "engine.progress", "engine.drafting"),
     },
     "engine.handover": {"model", "engine_config", "engine.handoff", "engine.request"},
     "engine.dispatch": set(),
@@ -97,7 +99,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("engine.handover", "engine.stats"),
     },
     "engine.generate": {"engine.engine"},
-    "engine.load": {"step", "checkpoint", "text", "assets", "engine.target", "engine.progress"},
+    "engine.load": {
+        *("step", "checkpoint", "text", "assets"),
+        *("engine.target", "engine.platform", "engine.progress"),
+    },
     "engine.measure": {"engine.engine", "engine.load"},
     "engine.start": {"engine.measure"},
     "engine.confidences": {"engine.engine", "engine.load"},

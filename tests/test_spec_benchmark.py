@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.checkpoint.names import tensor_table
+from deepinfer_jax.plans import PLAIN_STEP
 from deepinfer_jax.spec_decode.costs import MeasuredEngine
 from deepinfer_jax.spec_decode.draft import Anchors
 
@@ -68,14 +69,15 @@ def test_the_cut_model_has_three_stages_of_released_sizes(benchmark: Any) -> Non
 
 
 def test_a_cost_table_takes_drafting_out_of_the_steps_that_drafted(benchmark: Any) -> None:
-    step_ms = {0: 10.0, 1: 13.0, 3: 17.0, 4: 18.0}
+    step_ms = {PLAIN_STEP: 9.0, 0: 10.0, 1: 13.0, 3: 17.0, 4: 18.0}
     table = benchmark.spec_bench.cost_table(step_ms, (64, 128, 192), 16, ENGINE)
     assert (dict(table.draft_ms), dict(table.verify_ms)) == ({16: 3.0}, {64: 10.0, 192: 14.0})
-    assert table.uniform_ms == 15.0
+    assert table.uniform_ms == 15.0 and dict(table.plain_ms) == {16: 9.0}
 
 
 def test_noise_makes_no_number_of_rows_faster_than_the_fewest(benchmark: Any) -> None:
-    table = benchmark.spec_bench.cost_table({0: 10.0, 1: 30.0, 2: 12.0, 3: 9.0}, (64, 128), 16, ENGINE)
+    step_ms = {PLAIN_STEP: 9.0, 0: 10.0, 1: 30.0, 2: 12.0, 3: 9.0}
+    table = benchmark.spec_bench.cost_table(step_ms, (64, 128), 16, ENGINE)
     assert dict(table.verify_ms) == {64: 10.0, 128: 10.0} and table.uniform_ms == 10.0
 
 
@@ -113,8 +115,8 @@ def test_a_segment_counts_all_of_its_tokens_and_runs_one_step_ahead(benchmark: A
     assert int(segment.state) == len(segment.outputs) == 4 and segment.num_tokens == 12
 
 
-@pytest.mark.parametrize("words", [["--command-buffers"], ["--command-buffers", "--model", "cut"]])
-def test_command_buffers_are_refused_without_a_gpu(benchmark: Any, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["--dispatch"], ["--dispatch", "--model", "cut"]])
+def test_dispatch_is_refused_without_a_gpu(benchmark: Any, words: list[str]) -> None:
     with pytest.raises(SystemExit, match="got a cpu device, expected a GPU"):
         benchmark.step.main(["--spec", *words])
 
@@ -167,10 +169,10 @@ def test_all_arms_run_and_give_the_same_tokens(benchmark: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_programs_with_compiler_options_run_and_are_compared(benchmark: Any) -> None:
-    """The CPU knows no option of theirs, but goes the same way."""
+def test_steps_are_told_what_to_verify_and_their_dispatch_is_timed(benchmark: Any) -> None:
+    """The CPU has no command buffers, but goes the same way."""
     model = benchmark.spec_models.make_model("smallest", is_forced=False)
-    bench = benchmark.spec_bench.Bench(model, 4, 8, compiler_options={})
+    bench = benchmark.spec_bench.Bench(model, 4, 8)
     bench.measure_costs(repeats=1)
     for choice, num_rows in ((0, 1), (1, 6)):
         _, output = bench.step("dynamic", choice)(benchmark.spec_bench.copied(bench.states["fixed"]))

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +25,16 @@ from deepinfer_jax.sampling.state import STOPPED
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.spec_decode.budgets import NO_DRAFT, StepCosts
-from deepinfer_jax.speculate import PROBE_STEPS, Speculation, SpeculationPlan, speculate_step
+from deepinfer_jax.spec_decode.calibration import REGIMES, Calibration, regime_of
+from deepinfer_jax.spec_decode.draft import Drafts
+from deepinfer_jax.speculate import (
+    PLAN_WORDS,
+    PROBE_STEPS,
+    Speculation,
+    SpeculationPlan,
+    _survivals_of,
+    speculate_step,
+)
 from deepinfer_jax.step import admit_step, decode_step, initial_state, prefill_step
 from deepinfer_jax.step_state import EngineState, StepOutput
 from deepinfer_jax.testing.presets import SMALLEST_DRAFTED, random_weights
@@ -56,8 +66,9 @@ PARAMS = [
 COSTS = StepCosts(
     np.linspace(0.1, 0.4, SLOTS + 1).astype(np.float32),
     np.asarray([1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0], np.float32),
+    np.ones(SLOTS + 1, np.float32),
 )
-FEW_COSTS = StepCosts(COSTS.draft_ms, COSTS.verify_ms[:3])
+FEW_COSTS = StepCosts(COSTS.draft_ms, COSTS.verify_ms[:3], COSTS.plain_ms)
 ROW_MS = np.linspace(1, 2, SLOTS * (SIZE + 1) + 1).astype(np.float32)
 NUM_LOGPROBS = 3
 
@@ -145,6 +156,7 @@ def speculated(
             threshold=np.float32(0.5),
             temperatures=np.ones((3, SIZE), np.float32),
             shifts=np.zeros((3, SIZE), np.float32),
+            bases=np.zeros((3, SIZE), np.float32),
             costs=costs,
             row_ms=ROW_MS,
         )
@@ -245,15 +257,69 @@ def test_statistics_count_what_the_output_holds() -> None:
 
 
 def test_a_costly_draft_is_left_out_and_tried_again_now_and_then() -> None:
-    costly = StepCosts(np.full(SLOTS + 1, 100.0, np.float32), COSTS.verify_ms)
+    costly = StepCosts(np.full(SLOTS + 1, 100.0, np.float32), COSTS.verify_ms, COSTS.plain_ms)
     params = [replace(one, max_tokens=2 * PROBE_STEPS, stop_token_ids=()) for one in PARAMS]
     run = speculated(costs=costly, params=params)
     choices = [int(one.drafts.choice[0]) for one in run.outputs if one.drafts is not None]
     drafting = [step for step, choice in enumerate(choices) if choice != NO_DRAFT]
     assert drafting == [PROBE_STEPS]
-    free = StepCosts(np.zeros(SLOTS + 1, np.float32), np.ones(len(BUDGETS) + 1, np.float32))
+    no_time, verify_ms = np.zeros(SLOTS + 1, np.float32), np.ones(len(BUDGETS) + 1, np.float32)
+    free = StepCosts(no_time, verify_ms, COSTS.plain_ms)
     choices = {int(one.drafts.choice[0]) for one in speculated(costs=free).outputs if one.drafts is not None}
     assert NO_DRAFT not in choices and max(choices) >= len(BUDGETS)
+
+
+def calibrated_on_device(logits: np.ndarray, calibration: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    """Give confidences and survivals of the requests in `PARAMS`."""
+
+    @jax.jit
+    def run(logits, state, temperatures, shifts, bases):
+        plan = PLAN_WORDS._replace(temperatures=temperatures, shifts=shifts, bases=bases)
+        return _survivals_of(Drafts(jnp.zeros(logits.shape, jnp.int32), logits, None), state, plan)
+
+    tables = calibration.as_array(), calibration.shifts_as_array(), calibration.bases_as_array()
+    confidences, survivals = run(logits, started(FLOAT32, PARAMS)[0], *tables)
+    assert confidences.dtype == survivals.dtype == np.float32
+    return np.asarray(confidences), np.asarray(survivals)
+
+
+def calibration_of(bases: float) -> Calibration:
+    random = np.random.default_rng(2)
+    temperatures, shifts = random.uniform(0.5, 2, (3, SIZE)), random.normal(0, 1, (3, SIZE))
+    by_regime = (dict(zip(REGIMES, map(tuple, one.tolist()), strict=True)) for one in (temperatures, shifts))
+    return Calibration(next(by_regime), {}, next(by_regime), {name: (bases,) * SIZE for name in REGIMES})
+
+
+def logits_up_to(size: float) -> np.ndarray:
+    return np.random.default_rng(1).uniform(-size, size, (SLOTS, SIZE)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [3.0, 100.0, 1e4, 1e30])
+def test_without_a_base_confidences_are_those_of_temperature_and_shift_to_the_last_bit(size: float) -> None:
+    logits, calibration = logits_up_to(size), calibration_of(bases=0.0)
+    logits[0, :2] = 0.0, -0.0
+    found, _ = calibrated_on_device(logits, calibration)
+    rows = [regime_of(one) for one in PARAMS]
+    temperatures, shifts = calibration.as_array()[rows], calibration.shifts_as_array()[rows]
+    scaled = jax.jit(lambda *args: jax.nn.sigmoid((args[0] + args[1]) / args[2]))
+    np.testing.assert_array_equal(found, scaled(logits, shifts, temperatures))
+
+
+@pytest.mark.parametrize("bases", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("size", [3.0, 100.0, 1e4])
+def test_devices_calibrate_as_the_host_does(bases: float, size: float) -> None:
+    logits, calibration = logits_up_to(size), calibration_of(bases)
+    _, found = calibrated_on_device(logits, calibration)
+    regimes = [regime_of(one) for one in PARAMS]
+    assert set(regimes) == {0, 1, 2}
+    np.testing.assert_allclose(found, calibration.survivals(logits, regimes), rtol=1e-5, atol=1e-7)
+
+
+def test_a_confidence_that_is_no_number_stays_so() -> None:
+    logits = logits_up_to(3.0)
+    logits[2, 1] = np.nan
+    found, _ = calibrated_on_device(logits, calibration_of(bases=1.0))
+    assert np.argwhere(np.isnan(found)).tolist() == [[2, 1]]
 
 
 def test_devices_choose_alike_in_every_run() -> None:

@@ -17,9 +17,9 @@ from .options import VERIFICATION_HELP, add_load_options
 DEFAULT_MAX_TOKENS = 128
 
 _DESCRIPTION = """\
-Answer prompts with every draft verified, and fit one temperature a draft position to
-what was accepted, for greedy, sampled and filtered requests. Some hundred prompts of
-the kind that is to come are enough.
+Answer prompts with every draft verified, and fit a temperature, a shift and a base of
+each draft position to what was accepted, for greedy, sampled and filtered requests.
+Some hundred prompts of the kind that is to come are enough.
 
 An engine reads the result from the checkpoint's folder, as draft_calibration.json.
 """

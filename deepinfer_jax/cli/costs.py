@@ -18,7 +18,7 @@ from .options import VERIFICATION_HELP, add_load_options, add_size_options
 if TYPE_CHECKING:
     from ..spec_decode.costs import CostTable
 
-DEFAULT_STEPS = 7
+DEFAULT_STEPS = 5
 
 _DESCRIPTION = """\
 Measure how long a decode step takes by the rows that it verifies, and what drafting
@@ -121,6 +121,10 @@ def _print_table(table: CostTable) -> None:
     shown.add_row("the full block of every slot, no drafting", f"{table.uniform_ms:.3f}")
     for slots, milliseconds in table.draft_ms.items():
         shown.add_row(f"drafting adds, {_counted(slots, 'slot')} running", f"{milliseconds:.3f}")
+    for slots, milliseconds in table.plain_ms.items():
+        shown.add_row(
+            f"a step that knows no drafts, {_counted(slots, 'slot')} running", f"{milliseconds:.3f}"
+        )
     print(f"{engine.model} on {engine.device}, numerics {engine.numerics}, layout {engine.layout}")
     sizes = f"{_counted(engine.num_slots, 'slot')}, blocks of {engine.block_size} drafts"
     print(f"{sizes}, JAX {engine.jax_version}, {table.date}")

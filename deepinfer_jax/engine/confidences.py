@@ -7,20 +7,28 @@ Read next: `../spec_decode/calibration.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..engine_config import EngineConfig
 from ..plans import DEFAULT_SLOTS
 from ..sampling_params import RequestError, SamplingParams
+from ..spec_decode.calibrate import NUM_BINS, Floats
 from ..spec_decode.calibration import Calibration, fit_calibration, regime_of
 from ..spec_decode.stats import judged_lengths
 from .engine import Engine
 from .load import Model
 from .progress import counting
+
+NUM_DRAWS = 200
+"""Errors drawn to tell what chance alone gives."""
+
+NUM_FOLDS = 5
+"""Parts of the answers when each is calibrated by the others."""
 
 
 class Rounds(NamedTuple):
@@ -31,12 +39,14 @@ class Rounds(NamedTuple):
         num_accepted: int [n].
         num_verified: int [n], K everywhere.
         regimes: int [n], place in `REGIMES`.
+        requests: int [n], place of the prompt that was answered, as rounds of one answer are alike.
     """
 
     logits: np.ndarray
     num_accepted: np.ndarray
     num_verified: np.ndarray
     regimes: np.ndarray
+    requests: np.ndarray
 
 
 def collect_rounds(
@@ -67,16 +77,25 @@ def collect_rounds(
         calibration=model.calibration,
     )
     assert engine.drafting is not None
-    size, kept = model.config.draft.block_size, []
+    size, kept, numbers, running = model.config.draft.block_size, [], {}, []
+    note = engine.drafting.note
+
+    def note_requests(params: Mapping[int, SamplingParams], output: Any, *rest: Any, **named: Any) -> None:
+        # The same rows in the same order as `Drafting.note` gives to `on_round`.
+        running[:] = [numbers[id(params[slot])] for slot in sorted(params) if output.num_tokens[slot] > 0]
+        note(params, output, *rest, **named)
 
     def keep(**counts: Any) -> None:
         judged = judged_lengths(counts["num_tokens"], counts["num_verified"], counts["num_accepted"])
-        is_whole = judged == size
+        is_whole, counts["requests"] = judged == size, running
         kept.append([np.asarray(counts[name])[is_whole] for name in Rounds._fields])
 
-    engine.drafting.on_round = keep
+    engine.drafting.note, engine.drafting.on_round = note_requests, keep
     try:
-        requests = [engine.submit(*one) for one in zip(prompts, params, strict=True)]
+        # Parameters of its own tell a request apart where all that a round knows is how it was sampled.
+        pairs = zip(prompts, params, strict=True)
+        requests = [engine.submit(prompt, replace(one)) for prompt, one in pairs]
+        numbers.update((id(request.params), number) for number, request in enumerate(requests))
         with counting("answering", len(requests)) as count:
             while engine.has_work:
                 over = sum(request.is_over for request in engine.step())
@@ -91,6 +110,82 @@ def collect_rounds(
     return Rounds(*(np.concatenate(part) for part in zip(*kept, strict=True)))
 
 
+def calibrated(rounds: Rounds, calibration: Calibration) -> Floats:
+    """Give the survivals of rounds, each calibrated as its regime is.
+
+    Args:
+        rounds: of any regimes.
+        calibration: of this draft.
+
+    Returns:
+        float64 [n, K].
+    """
+    return calibration.survivals(rounds.logits, rounds.regimes)
+
+
+def chance_errors(
+    survivals: ArrayLike,
+    num_accepted: ArrayLike,
+    requests: ArrayLike,
+    draws: int = NUM_DRAWS,
+    num_bins: int = NUM_BINS,
+) -> Floats:
+    """Draw the calibration errors that these rounds would show by chance if their survivals were exact.
+
+    e = sum over bins b of |sum over answers a of s_a (r_ab - n_ab m_b)| / n, with r_ab the sum of
+    1[accepted] - survival over the n_ab rounds of answer a in bin b, m_b the mean of these residuals in b,
+    and signs s_a = 1 or -1 drawn anew for each e.
+
+    Args:
+        survivals: [n, K], calibrated.
+        num_accepted: int [n].
+        requests: int [n], which answer a round is from.
+        draws: errors drawn.
+        num_bins: bins of [0, 1].
+
+    Returns:
+        float64 [draws, K]: the mean is the floor under a measured error.
+
+    Source: spec/dspark.md section 5.6 (the error); wild bootstrap over clusters.
+    """
+    table, accepted = np.asarray(survivals, np.float64), np.asarray(num_accepted)
+    _, answers = np.unique(np.asarray(requests), return_inverse=True)
+    num_answers = int(answers.max()) + 1
+    # One sign for a whole answer: a text that repeats itself is right, or wrong, many times at once.
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, num_answers))
+    errors = np.empty((draws, table.shape[1]), np.float64)
+    for k in range(table.shape[1]):
+        bins = np.minimum((num_bins * table[:, k]).astype(np.int64), num_bins - 1)
+        sums, counts = np.zeros((2, num_answers, num_bins), np.float64)
+        np.add.at(sums, (answers, bins), (accepted > k) - table[:, k])
+        np.add.at(counts, (answers, bins), 1.0)
+        # Without what is truly off, which chance is not to be blamed for.
+        centred = sums - counts * (sums.sum(axis=0) / np.maximum(counts.sum(axis=0), 1.0))
+        errors[:, k] = np.abs(signs @ centred).sum(axis=1) / len(table)
+    return errors
+
+
+def cross_fitted(rounds: Rounds, folds: int = NUM_FOLDS) -> Floats:
+    """Calibrate each answer's survivals by a fit to other answers only.
+
+    Args:
+        rounds: of any regimes.
+        folds: parts that the answers are dealt to; each is calibrated by a fit to all others.
+
+    Returns:
+        float64 [n, K], survivals.
+
+    Source: spec/dspark.md section 5.6, cross-validated.
+    """
+    survivals = np.empty(rounds.logits.shape, np.float64)
+    for fold in range(folds):
+        own = rounds.requests % folds == fold
+        others = Rounds(*(part[~own] for part in rounds))
+        fitted = fit_calibration(*others[:4])
+        survivals[own] = calibrated(rounds, fitted)[own]
+    return survivals
+
+
 def calibrate(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -98,7 +193,7 @@ def calibrate(
     verification: str = "coupled",
     source: dict[str, Any] | None = None,
 ) -> Calibration:
-    """Fit the temperatures of a model's confidences on its own answers.
+    """Fit the calibration of a model's confidences on its own answers.
 
     Args:
         model: with draft stages.
@@ -123,7 +218,7 @@ def calibrate(
     )
     rounds = collect_rounds(model, prompts, params, options)
     facts = {"model": model.name, "verification": verification, **(source or {})}
-    return fit_calibration(*rounds, source=facts)
+    return fit_calibration(*rounds[:4], source=facts)
 
 
 def in_every_regime(params: SamplingParams) -> list[SamplingParams]:

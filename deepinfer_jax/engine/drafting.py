@@ -1,7 +1,7 @@
 """How an engine's drafts are controlled from the host: what each step is told, what is learnt of each.
 
 Separate from `runner.py`, which gives steps to the devices, and from `engine.py`, which knows requests:
-here are the cost table, the temperatures, the guard that compares times with the table, the statistics.
+here are the cost table, the calibration, the guard that compares times with the table, the statistics.
 Read next: `../speculate.py` (the step), `../spec_decode/costs.py`, `../spec_decode/guard.py`.
 """
 
@@ -16,12 +16,10 @@ import numpy as np
 from ..config import NOTHING, CacheConfig, ModelConfig
 from ..engine_config import EngineConfig
 from ..model.numerics import Numerics
-from ..model.rows import ROW_TILE
 from ..plans import DRAFT_MODES, PLAIN_STEP, PRIOR_CONFIDENCE
 from ..sampling_params import SamplingParams
 from ..sharding.layout import SINGLE
 from ..spec_decode.budgets import HYSTERESIS, NO_DRAFT, StepCosts
-from ..spec_decode.calibrate import survivals_of
 from ..spec_decode.calibration import Calibration, regime_of, uncalibrated
 from ..spec_decode.costs import CostTable, budgets_for
 from ..spec_decode.guard import Guard
@@ -53,7 +51,7 @@ class Drafting:
         options: how requests are run, with drafts on.
         sizes: of the cache, over all devices.
         numerics: the choice of arithmetic.
-        calibration: temperatures of the confidences; all 1 by default.
+        calibration: of the confidences; by default they stay as they are.
         costs: step times measured on these devices; without them the full block is verified in every step.
         target: where the weights lie.
     """
@@ -85,20 +83,16 @@ class Drafting:
                 "verified. Measure them once with: deepinfer_jax costs"
             )
         max_rows = self.slots_each * (self.block_size + 1)
-        self._temperatures = self.calibration.as_array()
-        self._shifts = self.calibration.shifts_as_array()
-        self._draft_ms = np.zeros(self.slots_each + 1, np.float32)
-        self._verify_ms, self._row_ms = (
-            np.ones(len(budgets) + 1, np.float32),
-            np.ones(max_rows + 1, np.float32),
-        )
+        by_slots = np.ones(self.slots_each + 1, np.float32)
+        self._costs = StepCosts(0 * by_slots, np.ones(len(budgets) + 1, np.float32), by_slots)
+        self._row_ms = np.ones(max_rows + 1, np.float32)
         if costs is not None:
-            self._draft_ms, self._verify_ms = costs.arrays(budgets, self.slots_each)
+            self._costs = StepCosts(*costs.arrays(budgets, self.slots_each))
             self._row_ms = costs.row_ms(max_rows)
         self._past: dict[int, np.ndarray] = {}
         self._prior = PRIOR_CONFIDENCE ** np.arange(1, self.block_size + 1)
         self._previous, self._num_skipped = NOTHING, 0
-        self.rest = Rest()
+        self.rest = Rest(config.sliding_window)
 
     def plan(self, is_decoding: np.ndarray, choice: int) -> SpeculationPlan:
         """Say what the next step is told.
@@ -116,9 +110,10 @@ class Drafting:
             max_drafts=np.int32(self.max_drafts),
             choice=np.int32(choice if self._forced == NOTHING else self._forced),
             threshold=np.float32(self.options.draft_threshold),
-            temperatures=self._temperatures,
-            shifts=self._shifts,
-            costs=StepCosts(self._draft_ms, self._verify_ms),
+            temperatures=self.calibration.as_array(),
+            shifts=self.calibration.shifts_as_array(),
+            bases=self.calibration.bases_as_array(),
+            costs=self._costs,
             row_ms=self._row_ms,
         )
 
@@ -131,7 +126,7 @@ class Drafting:
             slots: that run their latest token.
 
         Returns:
-            The choice, `PROBE`, `PLAIN_STEP`, or NOTHING to leave it to the devices.
+            The choice, `PROBE`, `PLAIN_STEP`, `BARE_STEP`, or NOTHING to leave it to the devices.
 
         Source: spec/dspark.md section 9.4.
         """
@@ -165,8 +160,8 @@ class Drafting:
             filled = np.where(room >= 0, gains[np.clip(room, 0, len(gains) - 1)], -np.inf)
             tokens += len(past) + np.concatenate([[0.0], filled, gains[-1:]])
         most = max(map(len, shares.values()))
-        plain_ms = self._verify_ms[np.argmax(budgets >= most)]
-        return tokens / np.append(plain_ms, self._draft_ms[most] + self._verify_ms)
+        drafted_ms = self._costs.draft_ms[most] + self._costs.verify_ms
+        return tokens / np.append(self._costs.plain_ms[most], drafted_ms)
 
     def output_of(self, output: Any) -> DraftOutput:
         """Give what a step tells of drafts; of a plain step, that there were none.
@@ -206,7 +201,8 @@ class Drafting:
         drafts, regimes = self.output_of(output), [regime_of(params[slot]) for slot in slots]
         choice = int(drafts.choice[slots[0]])
         self.rest.note(told, choice, len(slots))
-        predicted = None if self.costs is None else self._predicted_ms(drafts, choice)
+        is_plain = output.drafts is None
+        predicted = None if self.costs is None else self._predicted_ms(drafts, choice, is_plain)
         counts = {
             "num_tokens": output.num_tokens[slots],
             "num_verified": drafts.num_verified[slots],
@@ -223,8 +219,8 @@ class Drafting:
             measured_ms=None if predicted is None else measured_ms,
         )
         if choice != NO_DRAFT:
-            shifted, temperatures = drafts.logits[slots] + self._shifts[regimes], self._temperatures[regimes]
-            self._past.update(zip(slots, survivals_of(shifted, temperatures), strict=True))
+            survivals = self.calibration.survivals(drafts.logits[slots], regimes)
+            self._past.update(zip(slots, survivals, strict=True))
         if predicted is not None and measured_ms is not None and self._forced == NOTHING:
             if self._schedule in NEEDS_COSTS and self.guard.observe(choice, predicted, measured_ms):
                 self._fall_back(f"drafts: {self.guard.reason}")
@@ -233,12 +229,14 @@ class Drafting:
         """Forget the confidences of a slot that another request gets."""
         self._past.pop(slot, None)
 
-    def _predicted_ms(self, drafts: Any, choice: int) -> float:
+    def _predicted_ms(self, drafts: Any, choice: int, is_plain: bool) -> float:
         shares = drafts.num_rows.reshape(-1, self.slots_each)
         rows, active = int(shares.sum(axis=1).max()), int((shares > 0).sum(axis=1).max())
+        if is_plain:
+            return float(self._costs.plain_ms[active])
         is_budget = 0 < choice <= len(self.speculation.budgets)
-        verify = self._verify_ms[choice - 1] if is_budget else self._row_ms[rows]
-        return float(verify + (0.0 if choice == NO_DRAFT else self._draft_ms[active]))
+        verify = self._costs.verify_ms[choice - 1] if is_budget else self._row_ms[rows]
+        return float(verify + (0.0 if choice == NO_DRAFT else self._costs.draft_ms[active]))
 
     def _settle(self, thetas: np.ndarray) -> int:
         """Stay with the choice before unless another is clearly better; try drafts now and then."""
@@ -260,4 +258,4 @@ class Drafting:
 
 def row_tile(numerics: Numerics, target: Target) -> int | None:
     """Give the rows of a tile where tiles without rows are skipped, None where every budget is compiled."""
-    return ROW_TILE if numerics.batch_invariant and target.layout == SINGLE else None
+    return numerics.row_tile if numerics.batch_invariant and target.layout == SINGLE else None

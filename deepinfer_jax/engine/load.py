@@ -27,6 +27,7 @@ from ..sharding.mesh import MeshShape
 from ..spec_decode.calibration import CALIBRATION_FILE, Calibration
 from ..step import ONE_DEVICE, Target
 from ..text.tokenizer import Tokenizer
+from .platform import platform_of, suited
 from .progress import working_on
 from .target import make_target, put_on
 
@@ -141,6 +142,7 @@ def load(
     if cache_format is not None:
         chosen = replace(chosen, cache_format=cache_format)
     target = make_target(config, mesh, layout, redundant_experts)
+    chosen = suited(chosen, platform_of(target))
     calibration = read_calibration(path, config)
     with working_on(f"loading {path.name}"):
         weights = load_weights(path, config, chosen.compute_dtype)

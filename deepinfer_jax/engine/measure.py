@@ -17,13 +17,12 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..engine_config import EngineConfig
-from ..plans import DRAFT_MODES, ROWS_PER_BLOCK, Admission, PromptSpan, StepPlan, prefill_plans
+from ..plans import DRAFT_MODES, PLAIN_STEP, ROWS_PER_BLOCK, Admission, PromptSpan, StepPlan, prefill_plans
 from ..sampling_params import RequestError, SamplingParams
 from ..sharding.place import mesh_shape
 from ..slot_parameters import slot_parameters
 from ..spec_decode.budgets import NO_DRAFT
 from ..spec_decode.costs import CostTable, CostTableError, MeasuredEngine, default_path
-from ..spec_decode.draft import SLOT_TILE
 from .drafting import row_tile
 from .engine import Engine
 from .load import Model
@@ -34,6 +33,9 @@ type Progress = Callable[[int, int], object]
 
 MOST_TOKENS = 10**6
 """Tokens that no slot reaches while it is measured."""
+
+STEPS_TOGETHER = 2
+"""Steps in a row that one sample is the mean of, after one that is not counted."""
 
 
 class _Case(NamedTuple):
@@ -130,7 +132,7 @@ def find_costs(model: Model, options: EngineConfig) -> tuple[CostTable | None, s
 def measure_costs(
     model: Model,
     options: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
-    steps: int = 7,
+    steps: int = 5,
     progress: Progress | None = None,
     *,
     context: int | None = None,
@@ -140,8 +142,9 @@ def measure_costs(
 
     Every slot holds a sequence of the given length. With T(c, R) the time of a step with choice c and R
     slots running, drafting takes T(smallest budget of R rows or more, R) - T(no draft, R), and verifying N
-    rows takes T(budget N, R) less that. Times are medians of interleaved rounds, so that a device that
-    slows down does so for all; the first step of each kind is not counted.
+    rows takes T(budget N, R) less that; the step that knows no drafts is timed beside them. Times are medians
+    of interleaved rounds, so that a device that slows down does so for all; the first step of each kind is
+    not counted.
 
     Args:
         model: from `load`, with draft stages.
@@ -195,12 +198,12 @@ class _Bench:
         self.budgets, self.uniform = engine.drafting.speculation.budgets, engine.drafting.speculation.uniform
         self.slots = engine.drafting.slots_each
         limit = min(sizes.capacity, engine.config.max_position_embeddings)
-        most = limit - engine.drafting.block_size - 1
+        most = limit - (1 + STEPS_TOGETHER) * (engine.drafting.block_size + 1)
         length = min(limit // 2, most) if context is None else context
         if not 1 <= length <= most:
             raise RequestError(
-                f"context: got {length}, expected 1..{most}, as a slot holds {limit} tokens and a step adds "
-                "a block; change it, or max_context"
+                f"context: got {length}, expected 1..{most}, as a slot holds {limit} tokens and each of "
+                f"{1 + STEPS_TOGETHER} steps in a row adds a block; change it, or max_context"
             )
         self.admission = self._run_prompts(length)
 
@@ -244,9 +247,10 @@ class _Bench:
         """List the numbers of running slots that are tried, and the steps to time."""
         quarters = [-(-self.slots * part // 4) for part in range(1, 5)]
         # Stages run on whole tiles of slots.
-        whole = [min(self.slots, -(-count // SLOT_TILE) * SLOT_TILE) for count in quarters]
+        tile = self.engine.numerics.slot_tile
+        whole = [min(self.slots, -(-count // tile) * tile) for count in quarters]
         counts = sorted({1, *whole, *(self.fitting(budget) for budget in self.budgets)})
-        cases = [_Case(NO_DRAFT, count) for count in counts]
+        cases = [_Case(choice, count) for choice in (PLAIN_STEP, NO_DRAFT) for count in counts]
         cases += [_Case(self.smallest(count), count) for count in counts]
         cases += [_Case(1 + place, self.fitting(rows)) for place, rows in enumerate(self.budgets)]
         return counts, list(dict.fromkeys([*cases, _Case(self.uniform, self.slots)]))
@@ -260,14 +264,19 @@ class _Bench:
         return min(self.slots, budget)
 
     def milliseconds(self, case: _Case) -> float:
-        """Time one step, from the plan to what the host reads."""
+        """Time steps as an engine gives them, the next one before it reads the last: from read to read."""
         self.runner.run(StepPlan(admission=self.admission))
         jax.block_until_ready(self.runner.state)
         slots = np.arange(self.engine.sizes.num_slots) % self.slots
         plan = StepPlan(is_decoding=slots < case.num_active, draft_choice=case.choice)
-        started = time.perf_counter()
-        self.runner.read(self.runner.run(plan))
-        return 1000 * (time.perf_counter() - started)
+        unread, read_at = self.runner.run(plan), []
+        for _ in range(STEPS_TOGETHER):
+            following = self.runner.run(plan)
+            self.runner.read(unread)
+            read_at.append(time.perf_counter())
+            unread = following
+        self.runner.read(unread)
+        return 1000 * (time.perf_counter() - read_at[0]) / STEPS_TOGETHER
 
 
 def _medians(bench: _Bench, cases: Sequence[_Case], steps: int, progress: Progress) -> dict[_Case, float]:
@@ -284,25 +293,24 @@ def _medians(bench: _Bench, cases: Sequence[_Case], steps: int, progress: Progre
 
 def _table(bench: _Bench, counts: Sequence[int], times: dict[_Case, float], unknown: CostTable) -> CostTable:
     """Take the time of drafting out of the steps that drafted."""
-    plain = {count: times[_Case(NO_DRAFT, count)] for count in counts}
-    drafting = {
-        count: max(times[_Case(bench.smallest(count), count)] - plain[count], 0.0) for count in counts
-    }
+    bare = {count: times[_Case(NO_DRAFT, count)] for count in counts}
+    drafting = {count: max(times[_Case(bench.smallest(count), count)] - bare[count], 0.0) for count in counts}
 
     def verifying(case: _Case) -> float:
         # No more rows take less than the anchors alone.
-        return max(times[case] - drafting[case.num_active], plain[case.num_active])
+        return max(times[case] - drafting[case.num_active], bare[case.num_active])
 
     verify = {
         rows: verifying(_Case(1 + place, bench.fitting(rows))) for place, rows in enumerate(bench.budgets)
     }
     if unknown.engine.row_tile is None:
-        verify |= {count: plain[count] for count in counts if count < bench.budgets[0]}
+        verify |= {count: bare[count] for count in counts if count < bench.budgets[0]}
     return replace(
         unknown,
         verify_ms=rising(verify),
         draft_ms=rising(drafting),
         uniform_ms=verifying(_Case(bench.uniform, bench.slots)),
+        plain_ms=rising({count: times[_Case(PLAIN_STEP, count)] for count in counts}),
     )
 
 

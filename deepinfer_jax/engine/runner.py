@@ -18,7 +18,7 @@ import numpy as np
 from ..config import CacheConfig, ModelConfig
 from ..model.numerics import Numerics
 from ..model.weights import Weights
-from ..plans import PLAIN_STEP, StepPlan
+from ..plans import BARE_STEP, PLAIN_STEP, StepPlan
 from ..slot_steps import (
     SEQUENCE_WORDS,
     Sequence,
@@ -43,8 +43,11 @@ from ..step import (
     prefill_step,
 )
 from .drafting import Drafting
+from .platform import platform_of, program
 from .progress import working_on
 from .target import num_slot_shares, to_devices, to_host
+
+BARE = "decode without draft rows"
 
 _compiled: set[tuple[object, ...]] = set()
 """Programs of this process, so that only the first call of each says that it is compiled."""
@@ -92,7 +95,7 @@ class Runner:
         is_unused = drafting is None and weights.draft is not None
         self.weights = weights.replace(draft=None) if is_unused else weights
         self.config, self.numerics, self.target = config, numerics, target
-        self.drafting = drafting
+        self.drafting, self.platform = drafting, platform_of(target)
         self.sizes, self.num_snapshots, self.is_forbidden = sizes, num_snapshots, is_forbidden
         self.slots_each = sizes.num_slots // num_slot_shares(target)
         self._static = {"config": config, "numerics": numerics, "target": target}
@@ -210,6 +213,8 @@ class Runner:
     def _decode(self, is_decoding: np.ndarray, choice: int, num_logprobs: int) -> StepOutput | None:
         """Run the latest tokens of some slots, with drafts behind them if any are made."""
         options: dict[str, Any] = {"num_logprobs": num_logprobs}
+        if choice == BARE_STEP:
+            return self._step(BARE, decode_step, is_decoding, 1, options)
         if self.drafting is None or choice == PLAIN_STEP:
             return self._step("decode", decode_step, is_decoding, 1, options)
         options |= {"speculation": self.drafting.speculation}
@@ -260,7 +265,9 @@ class Runner:
         slots, capacity = self.sizes.num_slots, self.sizes.capacity
         message = f"compiling {name} for {slots} slots x {capacity} tokens, once per machine"
         with nullcontext() if key in _compiled else working_on(message):
-            result = step(self.weights, self.state, plan, **options, **self._static)
+            run = program(step, self.platform)
+            weights = self.weights.replace(draft=None) if name == BARE else self.weights
+            result = run(weights, self.state, plan, **options, **self._static)
         _compiled.add(key)
         self.state, output = (result, None) if name == "encode" else result
         return output

@@ -16,6 +16,7 @@ import numpy as np
 from ..config import NOTHING, PAGE_TOKENS, CacheConfig, ModelConfig
 from ..engine_config import EngineConfig
 from ..plans import (
+    BARE_STEP,
     LOGPROB_BUCKETS,
     PLAIN_STEP,
     ROW_BUCKETS,
@@ -148,8 +149,8 @@ class Scheduler:
         """
         page_table = self.places.page_table
         plans = moving_plans(page_table, self.config.eos_token_id, self.places.has_cache)
-        # Where drafts may not pay, steps without any are a program of their own.
-        choices = (NOTHING, PLAIN_STEP) if self.options.drafts == "dynamic" else (NOTHING,)
+        # Where drafts may not pay, steps without any are programs of their own.
+        choices = (NOTHING, PLAIN_STEP, BARE_STEP) if self.options.drafts == "dynamic" else (NOTHING,)
         plans += [
             StepPlan(is_decoding=np.zeros(len(page_table), bool), num_logprobs=count, draft_choice=choice)
             for count in num_logprobs

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arithmetic import fenced, join_tiles, map_tiles, map_used_tiles, zeros_of
+from ..arithmetic import fenced, join_tiles, map_tiles, map_used_tiles, scan_rows, zeros_of
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import collapse, initial_streams, rms_norm
@@ -39,7 +39,7 @@ from .engram import hash_rows
 from .layer_scan import layer_index, run_layers
 from .linear import linear_float32
 from .numerics import Numerics
-from .rows import ROW_TILE, Rows, StepRows, own_rows, row_tiles
+from .rows import Rows, StepRows, own_rows, row_tiles
 from .schedule import layer_kind
 from .step_layer import Carry, LayerCall, StepContext, step_context, write_source
 from .taps import TapRecorder
@@ -173,9 +173,11 @@ def head_logits(
     # D values a row to the holders of the vocabulary; 4 V bytes a row home.
     shown = from_words(all_gather(to_words(hidden), own), hidden) if own else hidden
     if numerics.batch_invariant and is_used is not None and layout == SINGLE:
-        logits = map_used_tiles(lambda tile: linear_float32(tile, weights.head), shown, is_used, ROW_TILE)
+        logits = map_used_tiles(
+            lambda tile: linear_float32(tile, weights.head), shown, is_used, numerics.row_tile
+        )
     elif numerics.batch_invariant:
-        logits = map_tiles(lambda tile: linear_float32(tile, weights.head), shown, ROW_TILE)
+        logits = map_tiles(lambda tile: linear_float32(tile, weights.head), shown, numerics.row_tile)
     else:
         logits = linear_float32(shown, weights.head)
     return bring_columns(logits, layout.axes_of("vocab"), own, rest)
@@ -227,7 +229,7 @@ def _checked(numerics: Numerics, config: ModelConfig) -> Numerics:
 
 def _rows_of_device(num_rows: int, numerics: Numerics, num_devices: int) -> int:
     """Count the rows that each of the devices that share their sequences runs at once."""
-    return ROW_TILE if numerics.batch_invariant else -(-num_rows // num_devices)
+    return numerics.row_tile if numerics.batch_invariant else -(-num_rows // num_devices)
 
 
 def _over_tiles[T](
@@ -265,7 +267,7 @@ def _over_tiles[T](
 
     # Devices that meet in a tile must all run it, used or not.
     may_skip = num_tiles > 1 and layout == SINGLE
-    cache, results = lax.scan(step_if_used if may_skip else step, cache, tiles)
+    cache, results = scan_rows(step_if_used if may_skip else step, cache, tiles)
     return cache, join_tiles(results, num_rows if num_devices == 1 else num_tiles * share)
 
 
@@ -301,7 +303,8 @@ def _run_decoder(carry: Carry, step: _Step, context: StepContext, span: tuple[in
         if stop in targets:
             carry = carry.replace(streams=fenced(carry.streams))
             inputs.append(read_draft_input(carry.streams, context.numerics))
-    if carry.cache.window.shape[0] == context.config.num_hidden_layers:
+    # Without the stages' weights their rows stay zero: no draft is to read them.
+    if carry.cache.window.shape[0] == context.config.num_hidden_layers or step.weights.draft is None:
         return carry
     if len(inputs) < len(context.config.draft.target_layer_ids):
         raise ValueError(

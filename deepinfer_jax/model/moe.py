@@ -21,7 +21,6 @@ from ..sharding.expert_exchange import exchange_experts, physical_experts
 from ..sharding.layout import Layout
 from .linear import linear_float32, quantize_input
 from .numerics import Numerics
-from .rows import ROW_TILE
 from .taps import Tap, no_tap
 from .weights import ExpertWeights, MoeWeights
 
@@ -137,7 +136,7 @@ def moe(
             swiglu_limit=config.swiglu_limit,
             quantizes_input=numerics.quantizes_activations,
             # Another number of rows than at home must not change a row.
-            row_tile=ROW_TILE if is_divided else None,
+            row_tile=numerics.row_tile if is_divided else None,
             implementation=numerics.implementation,
         )
 

@@ -19,13 +19,6 @@ from ..arithmetic import cut_tiles
 from ..arrays import Array
 from ..kernels import RowGeometry
 
-ROW_TILE = 64
-"""Rows of one pass through the layers when results must not depend on the batch.
-
-XLA picks its algorithms by shape, so a matrix product's last bits differ between, say, 1 and 256 rows;
-at one shape a row's sum is the same wherever the row stands (spec/platform.md section 8).
-"""
-
 
 class Rows(struct.PyTreeNode):
     """Tokens of a step, flattened over slots and padded.

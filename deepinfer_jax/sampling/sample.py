@@ -32,9 +32,6 @@ from .penalties import add_bias, mask_stops, penalize
 from .randomness import SAMPLE_TOKEN, gumbel
 from .state import SamplerState, record_tokens
 
-SAMPLING_TILE = 8
-"""Rows that are sampled together where results must not depend on the number of rows."""
-
 
 class Sampled(struct.PyTreeNode):
     """What was chosen in B slots.
@@ -79,7 +76,7 @@ def sample(
     is_forbidden: Array,
     *,
     num_logprobs: int,
-    batch_invariant: bool,
+    tile: int | None,
 ) -> Sampled:
     """Choose a token for every slot.
 
@@ -89,8 +86,8 @@ def sample(
         positions: int32 [B], position the token will have; with the seed it determines the draw.
         is_forbidden: bool [V], ids no request may generate (images, placeholders).
         num_logprobs: N, static.
-        batch_invariant: whether a slot's result must be bitwise the same for every B, place and
-            neighbour; then slots are sampled in tiles of `SAMPLING_TILE`, one after the other.
+        tile: slots that are sampled together, static, one tile after the other, so that a slot's result is
+            bitwise the same for every B, place and neighbour; None for all at once.
 
     Returns:
         The choice of each slot.
@@ -99,9 +96,7 @@ def sample(
     """
     rows = (logits, sampler, positions)
     choose = partial(_sample_tile, is_forbidden=is_forbidden, num_logprobs=num_logprobs)
-    if not batch_invariant:
-        return choose(rows)
-    return map_tiles(choose, rows, SAMPLING_TILE)
+    return choose(rows) if tile is None else map_tiles(choose, rows, tile)
 
 
 def sample_rows(
@@ -111,7 +106,7 @@ def sample_rows(
     is_forbidden: Array,
     *,
     num_logprobs: int,
-    batch_invariant: bool,
+    tile: int | None,
     purpose: int = SAMPLE_TOKEN,
     wants_law: bool = False,
 ) -> Sampled:
@@ -123,7 +118,7 @@ def sample_rows(
         sampler: state of the B slots before the first of these rows.
         is_forbidden: bool [V], ids no request may generate.
         num_logprobs: N, static.
-        batch_invariant: as in `sample`; tiles without used rows are skipped then.
+        tile: as in `sample`; tiles without used rows are skipped.
         purpose: of the draws, static.
         wants_law: whether to give the distributions too, static.
 
@@ -145,9 +140,9 @@ def sample_rows(
             wants_law=wants_law,
         )
 
-    if not batch_invariant:
+    if tile is None:
         return choose((logits, places))
-    return map_used_tiles(choose, (logits, places), places.is_used, SAMPLING_TILE)
+    return map_used_tiles(choose, (logits, places), places.is_used, tile)
 
 
 def _sampler_of_rows(sampler: SamplerState, places: RowPlaces) -> SamplerState:

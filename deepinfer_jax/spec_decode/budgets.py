@@ -4,7 +4,7 @@ A candidate's worth is the tokens it promises over the time it takes. The promis
 of earlier steps, so that the choice knows nothing of the drafts it is about, and it is a sum over
 ranks: a mesh adds the numerators up and all ranks choose the same.
 
-    candidate 0        no draft: R tokens in the verify time of the smallest budget that holds R rows
+    candidate 0        no draft: R tokens in the time of a step that knows no drafts
     candidate b, 1..G  N_b rows on each device: R + the N_b - R largest survivals
     candidate G + 1    uniform: all drafts of all slots, in a step of its own shape and time
 
@@ -34,10 +34,12 @@ class StepCosts(NamedTuple):
     Args:
         draft_ms: float32 [B + 1], drafting, by the number of active slots of a device.
         verify_ms: float32 [G + 1], verification with each budget, then of the uniform full block.
+        plain_ms: float32 [B + 1], a step that knows no drafts, by the number of active slots of a device.
     """
 
     draft_ms: Any
     verify_ms: Any
+    plain_ms: Any
 
 
 def budget_numerators(capped: Array, is_active: Array, budgets: tuple[int, ...]) -> Array:
@@ -62,24 +64,21 @@ def budget_numerators(capped: Array, is_active: Array, budgets: tuple[int, ...])
     return num_active.astype(jnp.float32) + jnp.concatenate([gains[:1], filled, gains[-1:]])
 
 
-def budget_thetas(numerators: Array, most_active: Array, budgets: tuple[int, ...], costs: StepCosts) -> Array:
+def budget_thetas(numerators: Array, most_active: Array, costs: StepCosts) -> Array:
     """Divide the expected tokens of each candidate by its step's time.
 
     Args:
         numerators: float32 [G + 2], of one rank or summed over all.
         most_active: int32 [], active slots of the rank that has most.
-        budgets: G rising numbers of rows on each device, static.
         costs: times of one device, the same on every rank.
 
     Returns:
-        Tokens per millisecond, float32 [G + 2]; 0 for no draft if no budget holds the active rows.
+        Tokens per millisecond, float32 [G + 2].
 
     Source: spec/dspark.md sections 5.1, 9.3 and 9.4.
     """
-    holds = jnp.asarray(budgets, jnp.int32) >= most_active
-    plain_ms = jnp.where(holds.any(), costs.verify_ms[jnp.argmax(holds)], jnp.inf)
     drafted_ms = costs.draft_ms[most_active] + costs.verify_ms
-    return numerators / jnp.concatenate([plain_ms[None], drafted_ms])
+    return numerators / jnp.concatenate([costs.plain_ms[most_active][None], drafted_ms])
 
 
 def choose_budget(thetas: Array, previous: Array) -> Array:

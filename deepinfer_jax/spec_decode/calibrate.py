@@ -157,8 +157,22 @@ def calibration_errors(logits: ArrayLike, num_accepted: ArrayLike, temperatures:
 
     Source: spec/dspark.md section 5.6.
     """
-    survivals, accepted = survivals_of(logits, temperatures), np.asarray(num_accepted)
-    positions = range(survivals.shape[1])
+    return survival_errors(survivals_of(logits, temperatures), num_accepted)
+
+
+def survival_errors(survivals: Floats, num_accepted: ArrayLike) -> Floats:
+    """Measure the expected calibration error of survivals that are calibrated already.
+
+    Args:
+        survivals: [n, K], of fully verified rounds.
+        num_accepted: int [n] drafts accepted.
+
+    Returns:
+        float64 [K], 0 to 1.
+
+    Source: spec/dspark.md section 5.6.
+    """
+    accepted, positions = np.asarray(num_accepted), range(survivals.shape[1])
     errors = [expected_calibration_error(survivals[:, k], accepted > k) for k in positions]
     return np.asarray(errors, np.float64)
 

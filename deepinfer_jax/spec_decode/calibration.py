@@ -1,4 +1,4 @@
-"""The temperatures of a draft's confidences by sampling regime, and the file they are kept in. NumPy only.
+"""What calibrates a draft's confidences, by sampling regime, and the file it is kept in. NumPy only.
 
 Separate from `calibrate.py` because an engine reads them at every start and fits them never.
 Read next: `calibrate.py`.
@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..sampling_params import SamplingParams
-from .calibrate import calibration_errors, fit_temperatures
-from .scaling import Scaling, fit_scaling
+from .calibrate import calibration_errors, fit_temperatures, survivals_of
+from .scaling import Scaling, fit_scaling, with_base
 
 REGIMES = ("greedy", "sampled", "filtered")
 """Ways of sampling whose acceptance means different things: greedy, temperature only, with a filter."""
@@ -32,7 +32,7 @@ MIN_ROUNDS = 500
 """Rounds without which a regime stays uncalibrated: 20 bins of fewer say little."""
 
 _FORMAT = "deepinfer_jax draft calibration"
-_VERSION = 2
+_VERSION = 3
 
 
 class CalibrationError(ValueError):
@@ -58,20 +58,23 @@ def regime_of(params: SamplingParams) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What calibrates the confidences of one draft: c = sigmoid((z + shift) / temperature).
+    """What calibrates the confidences of one draft: c = sigmoid((log(e^z + base) + shift) / temperature).
 
     Args:
         temperatures: regime -> K positive temperatures, for every regime.
-        shifts: regime -> K numbers, for every regime; all 0 by default.
         source: where they come from, as JSON can hold it: rounds, errors before and after, date.
+        shifts: regime -> K numbers, for every regime; all 0 by default.
+        bases: regime -> K numbers, 0 or more, for every regime; all 0 by default, which leaves z as it is.
 
     Raises:
-        CalibrationError: a regime missing or unknown, different lengths, or a value that is not positive.
+        CalibrationError: a regime missing or unknown, different lengths, a temperature that is not positive,
+            or a base below 0.
     """
 
     temperatures: Mapping[str, tuple[float, ...]]
     source: Mapping[str, Any] = field(default_factory=dict)
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    bases: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if set(self.temperatures) != set(REGIMES):
@@ -91,14 +94,20 @@ class Calibration:
                     f"calibration: {name}: got {values}, expected positive numbers; fit them again"
                 )
         object.__setattr__(self, "temperatures", ordered)
-        given = self.shifts or {name: (0.0,) * self.block_size for name in REGIMES}
-        shifts = {name: tuple(float(value) for value in given.get(name, ())) for name in REGIMES}
-        if any(len(one) != self.block_size or not np.isfinite(one).all() for one in shifts.values()):
-            raise CalibrationError(
-                f"calibration: got shifts {dict(self.shifts)}, expected {self.block_size} numbers for each "
-                f"of {list(REGIMES)}; fit them again"
-            )
-        object.__setattr__(self, "shifts", shifts)
+        self._complete("shifts", "numbers")
+        self._complete("bases", "numbers, 0 or more", least=0.0)
+
+    def _complete(self, what: str, expected: str, least: float = -math.inf) -> None:
+        """Put zeros where nothing was given, and refuse what does not fit."""
+        given = getattr(self, what) or {name: (0.0,) * self.block_size for name in REGIMES}
+        rows = {name: tuple(float(value) for value in given.get(name, ())) for name in REGIMES}
+        for row in rows.values():
+            if len(row) != self.block_size or not all(math.isfinite(one) and one >= least for one in row):
+                raise CalibrationError(
+                    f"calibration: got {what} {dict(given)}, expected {self.block_size} {expected}, for each "
+                    f"of {list(REGIMES)}; fit them again"
+                )
+        object.__setattr__(self, what, rows)
 
     @property
     def block_size(self) -> int:
@@ -113,6 +122,28 @@ class Calibration:
         """Give the shifts as float32 [regimes, K], rows in the order of `REGIMES`."""
         return np.asarray([self.shifts[name] for name in REGIMES], np.float32)
 
+    def bases_as_array(self) -> NDArray[np.float32]:
+        """Give the bases as float32 [regimes, K], rows in the order of `REGIMES`."""
+        return np.asarray([self.bases[name] for name in REGIMES], np.float32)
+
+    def survivals(self, logits: ArrayLike, regimes: ArrayLike) -> NDArray[np.float64]:
+        """Turn confidence logits into calibrated survivals, each round as its regime is.
+
+        a_k = c_1 ... c_k.
+
+        Args:
+            logits: [n, K] raw confidence logits z.
+            regimes: int [n], index into `REGIMES`.
+
+        Returns:
+            float64 [n, K], clipped to [SMALLEST, 1 - SMALLEST].
+
+        Source: spec/dspark.md section 5.1.
+        """
+        rows = np.asarray(regimes, np.int64)
+        raised = with_base(logits, self.bases_as_array()[rows])
+        return survivals_of(raised + self.shifts_as_array()[rows], self.as_array()[rows])
+
     def save(self, path: str | Path) -> None:
         """Write the calibration as JSON.
 
@@ -123,6 +154,7 @@ class Calibration:
         document |= {
             "temperatures": dict(self.temperatures),
             "shifts": dict(self.shifts),
+            "bases": dict(self.bases),
             "source": dict(self.source),
         }
         Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -154,15 +186,16 @@ class Calibration:
             raise CalibrationError(
                 f"{path}: got format {found}, expected {(_FORMAT, _VERSION)}; fit the calibration again"
             )
-        temperatures, source = document.get("temperatures"), document.get("source")
-        shifts = document.get("shifts")
-        if not _is_table(temperatures) or not _is_table(shifts) or not isinstance(source, dict):
+        source = document.get("source")
+        tables: dict[str, Any] = {name: document.get(name) for name in ("temperatures", "shifts", "bases")}
+        if not all(map(_is_table, tables.values())) or not isinstance(source, dict):
+            found = ", ".join(f"{name} {table!r}" for name, table in tables.items())
             raise CalibrationError(
-                f"{path}: got temperatures {temperatures!r}, shifts {shifts!r} and source {source!r}, "
+                f"{path}: got {found} and source {source!r}, "
                 "expected numbers by regime and facts by name; fit the calibration again"
             )
-        tables = ({name: tuple(row) for name, row in table.items()} for table in (temperatures, shifts))
-        calibration = cls(next(tables), source, next(tables))
+        rows = {name: {regime: tuple(row) for regime, row in table.items()} for name, table in tables.items()}
+        calibration = cls(**rows, source=source)
         if calibration.block_size != block_size:
             raise CalibrationError(
                 f"{path}: got a calibration of {calibration.block_size} positions, expected {block_size} "
@@ -201,7 +234,7 @@ def fit_calibration(
         num_verified: int [n] drafts whose outcome is known; must be K everywhere.
         regimes: int [n], index into `REGIMES`.
         source: further facts to keep, such as the model and the date.
-        method: "scaling" for temperatures and shifts, "temperatures" for the published method alone.
+        method: "scaling" for temperatures, shifts and bases, "temperatures" for the published method alone.
 
     Returns:
         The calibration; its source says rounds and calibration errors before and after, by regime.
@@ -214,11 +247,12 @@ def fit_calibration(
     table, accepted = np.asarray(logits, np.float64), np.asarray(num_accepted, np.int64)
     verified, rows = np.asarray(num_verified, np.int64), np.asarray(regimes, np.int64)
     size = table.shape[1]
-    temperatures, shifts, facts = {}, {}, {}
+    temperatures, shifts, bases, facts = {}, {}, {}, {}
     for index, name in enumerate(REGIMES):
         own = rows == index
         num_rounds = int(own.sum())
-        fitted = Scaling(np.ones(size, np.float64), np.zeros(size, np.float64))
+        nothing = np.zeros(size, np.float64)
+        fitted = Scaling(np.ones(size, np.float64), nothing, nothing)
         facts[name] = {"rounds": num_rounds, "fitted": num_rounds >= MIN_ROUNDS}
         if num_rounds >= MIN_ROUNDS:
             data = (table[own], accepted[own], verified[own])
@@ -226,19 +260,22 @@ def fit_calibration(
             if method == "scaling":
                 fitted = fit_scaling(*data)
             else:
-                fitted = Scaling(fit_temperatures(*data), fitted.shifts)
-            after = calibration_errors(data[0] + fitted.shifts, data[1], fitted.temperatures)
+                fitted = Scaling(fit_temperatures(*data), fitted.shifts, fitted.bases)
+            raised = with_base(data[0], fitted.bases) + fitted.shifts
+            after = calibration_errors(raised, data[1], fitted.temperatures)
             facts[name] |= {"error_before": _rounded(before), "error_after": _rounded(after)}
         temperatures[name] = tuple(round(value, 6) for value in fitted.temperatures.tolist())
         shifts[name] = tuple(round(value, 6) for value in fitted.shifts.tolist())
-    return Calibration(temperatures, {**(source or {}), "method": method, "regimes": facts}, shifts)
+        bases[name] = tuple(fitted.bases.tolist())
+    facts = {**(source or {}), "method": method, "regimes": facts}
+    return Calibration(temperatures, facts, shifts, bases)
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
     return [round(value, 6) for value in values.tolist()]
 
 
-def _is_table(value: object) -> TypeGuard[dict[str, list[float]]]:
+def _is_table(value: object) -> bool:
     if not isinstance(value, dict) or not all(isinstance(row, list) for row in value.values()):
         return False
     numbers = [number for row in value.values() for number in row]

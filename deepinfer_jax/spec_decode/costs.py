@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,10 @@ ROWS_PER_SLOT = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Rows of a budget for each slot where every budget is a program of its own; the full block is added."""
 
 _FORMAT = "deepinfer_jax cost table"
-_VERSION = 1
+_VERSION = 2
+
+
+_TIMES = ("verify_ms", "draft_ms", "plain_ms")
 
 
 class CostTableError(ValueError):
@@ -78,6 +81,8 @@ class CostTable:
         verify_ms: rows of a step -> its time without drafting.
         draft_ms: running slots -> what drafting adds.
         uniform_ms: time without drafting of a step that verifies the full block of every slot.
+        plain_ms: running slots -> time of a step that knows no drafts; without any, that of verifying as
+            many rows.
 
     Raises:
         CostTableError: nothing measured, a size out of range, a time that is not positive, or no date.
@@ -90,13 +95,15 @@ class CostTable:
     verify_ms: Mapping[int, float]
     draft_ms: Mapping[int, float]
     uniform_ms: float
+    plain_ms: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("verify_ms", "draft_ms"):
+        for name in _TIMES:
             points = sorted(getattr(self, name).items())
             is_valid = all(size >= 1 and _is_time(value) for size, value in points)
+            is_valid = is_valid and (bool(points) or name == "plain_ms")
             # Drafting may cost less than can be measured; a step cannot.
-            is_valid = is_valid and bool(points) and (name == "draft_ms" or points[0][1] > 0)
+            is_valid = is_valid and (name == "draft_ms" or not points or points[0][1] > 0)
             _require(is_valid, name, dict(points), "sizes >= 1 with milliseconds, positive for a step")
             object.__setattr__(self, name, dict(points))
         is_valid = _is_time(self.uniform_ms) and self.uniform_ms > 0
@@ -108,9 +115,7 @@ class CostTable:
                 f"cost table: date: got {self.date!r}, expected a day such as 2026-11-30; measure again"
             ) from error
 
-    def arrays(
-        self, budgets: Sequence[int], num_slots: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def arrays(self, budgets: Sequence[int], num_slots: int) -> tuple[NDArray[np.float32], ...]:
         """Give the times that the schedule's candidates are weighed by.
 
         Between measured sizes the time is linear, beyond the last it goes on with the last slope; a larger
@@ -121,14 +126,18 @@ class CostTable:
             num_slots: slots.
 
         Returns:
-            Milliseconds: what drafting adds by running slots, float32 [num_slots + 1], and the step without
-            drafting, float32 [G + 1]: of each budget, then of the uniform full block.
+            Milliseconds: what drafting adds by running slots, float32 [num_slots + 1]; the step without
+            drafting, float32 [G + 1]: of each budget, then of the uniform full block; and the step that knows
+            no drafts by running slots, float32 [num_slots + 1].
 
         Source: spec/dspark.md sections 5.3 and 9.3.
         """
-        draft = _at(self.draft_ms, np.arange(num_slots + 1, dtype=np.int64))
+        slots = np.arange(num_slots + 1, dtype=np.int64)
+        draft = _at(self.draft_ms, slots)
         verify = _at(self.verify_ms, self._whole_tiles(np.asarray(budgets, np.int64)))
-        return draft.astype(np.float32), np.append(verify, self.uniform_ms).astype(np.float32)
+        plain = _at(self.plain_ms, slots) if self.plain_ms else self.row_ms(num_slots)
+        parts = (draft, np.append(verify, self.uniform_ms), plain)
+        return tuple(part.astype(np.float32) for part in parts)
 
     def row_ms(self, max_rows: int) -> NDArray[np.float32]:
         """Give the time of a step without drafting by its rows, for the paper's Algorithm 1.
@@ -207,7 +216,7 @@ class CostTable:
             if found != (_FORMAT, _VERSION):
                 raise CostTableError(f"format {found} instead of {(_FORMAT, _VERSION)}")
             document["engine"] = MeasuredEngine(**document["engine"])
-            for name in ("verify_ms", "draft_ms"):
+            for name in _TIMES:
                 document[name] = {int(size): value for size, value in document[name].items()}
             return cls(**document)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

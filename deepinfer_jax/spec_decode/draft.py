@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ..arithmetic import fenced, map_tiles, map_used_tiles
+from ..arithmetic import fenced, map_tiles, map_used_tiles, scan_counted
 from ..arrays import NOTHING, Array
 from ..config import ModelConfig
 from ..kernels import attend, collapse, initial_streams, round_rows, unpack_rows
@@ -31,9 +31,6 @@ from ..sampling.state import SamplerState
 from ..sharding.exchange import Placement, bring_rows, put_together
 from ..sharding.layout import SINGLE, Layout
 from .heads import base_logits, confidence_logits, markov_bias
-
-SLOT_TILE = 16
-"""Slots drafted together: where nothing may depend on their number, and where idle ones are skipped."""
 
 
 class Anchors(NamedTuple):
@@ -101,8 +98,8 @@ def draft_states(
         return run(tiles)
     if layout != SINGLE:
         # Devices that meet in a tile must all run it, used or not.
-        return map_tiles(run, tiles, SLOT_TILE)
-    return map_used_tiles(run, tiles, anchors.is_active, SLOT_TILE)
+        return map_tiles(run, tiles, numerics.slot_tile)
+    return map_used_tiles(run, tiles, anchors.is_active, numerics.slot_tile)
 
 
 def draft_tokens(
@@ -157,7 +154,7 @@ def draft_tokens(
         sampled = sample_rows(
             *(logits, places, sampler, is_forbidden),
             num_logprobs=0,
-            batch_invariant=numerics.batch_invariant,
+            tile=numerics.sampled_together,
             purpose=purpose,
             wants_law=wants_laws,
         )
@@ -166,7 +163,7 @@ def draft_tokens(
 
     nothing = jnp.full((num_slots, size), NOTHING, jnp.int32)
     start = (anchors.token_ids, nothing)
-    (_, token_ids), sampled = lax.scan(choose, start, jnp.arange(size, dtype=jnp.int32))
+    (_, token_ids), sampled = scan_counted(choose, start, size)
     previous = jnp.concatenate([anchors.token_ids[:, None], token_ids[:, :-1]], axis=1)
     laws = None if sampled.law is None else jnp.moveaxis(sampled.law, 0, 1)
     return Drafts(token_ids, confidence_logits(states, previous, draft, numerics), laws)
@@ -191,8 +188,8 @@ def _run_stages(
     embedded = fenced(table[ids[:, 0]].astype(numerics.compute_dtype))
     stage = _stage(weights, config, anchors, slots, cache, numerics, placement)
     carry = initial_streams(embedded, config.hc_mult)
-    stages = jnp.arange(config.draft.num_stages, dtype=jnp.int32)
-    (streams, pre_mix), _ = lax.scan(lambda carry, index: (stage(carry, index), None), carry, stages)
+    num_stages = config.draft.num_stages
+    (streams, pre_mix), _ = scan_counted(lambda carry, index: (stage(carry, index), None), carry, num_stages)
     return collapse(streams, pre_mix).reshape(num_slots, size, -1)
 
 

@@ -16,7 +16,6 @@ from ..model.backbone import head_logits
 from ..model.draft_weights import DraftWeights
 from ..model.linear import linear_float32
 from ..model.numerics import Numerics
-from ..model.rows import ROW_TILE
 from ..model.weights import Weights
 from ..sharding.layout import SINGLE, Layout
 
@@ -64,7 +63,7 @@ def markov_bias(previous_ids: Array, draft: DraftWeights, numerics: Numerics) ->
     embedded = draft.markov_embed[previous_ids]
     if not numerics.batch_invariant:
         return linear_float32(embedded, draft.markov_head)
-    return map_tiles(lambda tile: linear_float32(tile, draft.markov_head), embedded, ROW_TILE)
+    return map_tiles(lambda tile: linear_float32(tile, draft.markov_head), embedded, numerics.row_tile)
 
 
 def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights, numerics: Numerics) -> Array:
@@ -79,7 +78,7 @@ def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights, n
         numerics: the static choice of arithmetic.
 
     Returns:
-        float32 [B, K], to go through a sigmoid; z divided by a temperature is the calibrated logit.
+        float32 [B, K], to be calibrated and to go through a sigmoid.
 
     Source: spec/dspark.md section 2.4.
     """
@@ -88,7 +87,7 @@ def confidence_logits(states: Array, previous_ids: Array, draft: DraftWeights, n
     rows = inputs.reshape(-1, inputs.shape[-1])
     weight = draft.confidence_proj.astype(jnp.float32)
     if numerics.batch_invariant:
-        logits = map_tiles(lambda tile: linear_float32(tile, weight), rows, ROW_TILE)
+        logits = map_tiles(lambda tile: linear_float32(tile, weight), rows, numerics.row_tile)
     else:
         logits = linear_float32(rows, weight)
     return logits.reshape(previous_ids.shape)

@@ -27,7 +27,7 @@ def plot_reliability(
 
     Args:
         series: name, such as "before" and "after", to the reliability of positions 1..K in order.
-        path: a PNG file to write, or None; its folder is made if needed.
+        path: a PNG or SVG file to write, or None; its folder is made if needed.
         title: heading of the picture.
 
     Returns:
@@ -57,7 +57,11 @@ def plot_reliability(
     if path is not None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=120)
+        from matplotlib import rc_context
+
+        # Text stays text in an SVG, instead of one outline a letter.
+        with rc_context({"svg.fonttype": "none"}):
+            figure.savefig(target, dpi=120)
     return figure
 
 
@@ -80,7 +84,8 @@ def _draw(axes: Any, rows: Reliability, color: str, label: str) -> None:
     is_used = rows.number > 0
     predicted, observed, number = (column[is_used] for column in rows)
     axes.plot(predicted, observed, color=color, linewidth=1, label=label)
-    axes.scatter(predicted, observed, s=60 * _shares(number), color=color)
+    # Diamonds have four corners, where an SVG draws each circle by eight curves.
+    axes.scatter(predicted, observed, s=60 * _shares(number), color=color, marker="D", linewidths=0)
 
 
 def _shares(number: ArrayLike) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..config import NOTHING
-from .calibrate import NUM_BINS, Reliability, survivals_of
+from .calibrate import NUM_BINS, Reliability
 from .calibration import REGIMES, Calibration, uncalibrated
 from .summary import DraftSummary, ratio, ratios
 
@@ -54,7 +54,7 @@ class DraftStats:
 
     Args:
         block_size: K.
-        calibration: what the confidences are calibrated by; temperatures of 1 by default.
+        calibration: what the confidences are calibrated by; by default they stay as they are.
         budgets: rows of the schedule's candidates 1..G, which name the choices; empty without a schedule.
     """
 
@@ -62,12 +62,10 @@ class DraftStats:
         self, block_size: int, calibration: Calibration | None = None, budgets: Sequence[int] = ()
     ) -> None:
         self._block = block_size
-        known = calibration or uncalibrated(block_size)
-        self._temperatures = np.asarray(known.as_array(), np.float64)
-        self._shifts = np.asarray(known.shifts_as_array(), np.float64)
-        if self._temperatures.shape[1] != block_size:
+        self._calibration = calibration or uncalibrated(block_size)
+        if self._calibration.block_size != block_size:
             raise ValueError(
-                f"calibration: got {self._temperatures.shape[1]} positions, expected {block_size} (the "
+                f"calibration: got {self._calibration.block_size} positions, expected {block_size} (the "
                 "block's drafts); load the calibration of this draft"
             )
         self._budgets = tuple(budgets)
@@ -190,7 +188,7 @@ class DraftStats:
         self._judged += is_judged.sum(axis=0)
         self._reached += (is_judged & (accepted[:, None] >= positions)).sum(axis=0)
         self._passed += is_accepted.sum(axis=0)
-        survivals = survivals_of(logits + self._shifts[regime], self._temperatures[regime])
+        survivals = self._calibration.survivals(logits, regime)
         # A broken confidence costs time, never a token, so it is counted and stops nothing.
         is_number = ~np.isnan(survivals)
         self._without_confidence += int((~is_number).any(axis=1).sum())

@@ -96,7 +96,7 @@ def verify_drafts(
     sampled = sample_rows(
         *(logits, places, sampler, is_forbidden),
         num_logprobs=num_logprobs,
-        batch_invariant=numerics.batch_invariant,
+        tile=numerics.sampled_together,
         wants_law=verification != "coupled",
     )
     of_slots: Sampled = jax.tree.map(lambda array: array[row_of], sampled)

@@ -115,7 +115,7 @@ def test_options_left_out_measure_the_default_engine(
 ) -> None:
     assert command("--model", TINY).code == 0
     assert asked["measure"]["options"] == EngineConfig(drafts="dynamic")
-    assert (asked["measure"]["steps"], asked["measure"]["context"]) == (7, None)
+    assert (asked["measure"]["steps"], asked["measure"]["context"]) == (5, None)
 
 
 def test_a_terminal_shows_how_far_it_is(

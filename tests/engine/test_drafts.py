@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import EngineConfig, SamplingParams
+from deepinfer_jax.config import NOTHING
 from deepinfer_jax.engine.drafting import Drafting, row_tile
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
 from deepinfer_jax.model.weights import Weights
-from deepinfer_jax.plans import DRAFT_MODES
+from deepinfer_jax.plans import BARE_STEP, DRAFT_MODES, PLAIN_STEP, PROBE
 from deepinfer_jax.spec_decode.budgets import NO_DRAFT, StepCosts, budget_numerators, budget_thetas
 from deepinfer_jax.spec_decode.calibrate import survivals_of
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
@@ -166,21 +167,34 @@ def test_where_no_draft_pays_steps_are_plain_and_drafts_are_tried_again() -> Non
     assert engine.stats.decoder_rows > 0
 
 
+@pytest.mark.slow
+def test_steps_that_leave_drafts_nothing_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bare and plain steps between ones that draft, in any order: worse drafts at most."""
+    random, told = np.random.default_rng(3), []
+
+    def choice(self: Drafting, slots: list[int]) -> int:
+        told.append(int(random.choice([NOTHING, PROBE, PLAIN_STEP, BARE_STEP, 1])))
+        return told[-1]
+
+    monkeypatch.setattr(Drafting, "choice", choice)
+    requests, engine = run(list(range(40)), drafts="dynamic")
+    assert results(requests) == plain(40)
+    assert set(told) == {NOTHING, PROBE, PLAIN_STEP, BARE_STEP, 1}
+    assert engine.stats.draft.accepted > 0
+
+
 def test_the_host_weighs_as_the_devices_do() -> None:
     options = EngineConfig(**SIZES, drafts="dynamic", choose_on_host=True, max_drafts=4)
     control = Drafting(CONFIG, options, options.cache_sizes(CONFIG), FLOAT32, None, CHEAP)
     control.speculation = replace(control.speculation, budgets=(6, 8, 20))
-    draft_ms, verify_ms = CHEAP.arrays((6, 8, 20), 8)
-    control._draft_ms, control._verify_ms = draft_ms, verify_ms
+    control._costs = step_costs = StepCosts(*CHEAP.arrays((6, 8, 20), 8))
     random = np.random.default_rng(3)
     logits, slots = random.normal(size=(8, CONFIG.draft.block_size)).astype(np.float32), [0, 2, 3, 4, 5, 6, 7]
     control._past = dict(enumerate(survivals_of(logits, np.ones(CONFIG.draft.block_size))))
     is_active = np.isin(np.arange(8), slots)
     capped = cap_survivals(survivals(jax.nn.sigmoid(logits)), np.full(8, 4, np.int32), is_active)
     numerators = budget_numerators(capped, jnp.asarray(is_active), (6, 8, 20))
-    expected = budget_thetas(
-        numerators, jnp.int32(7), (6, 8, 20), StepCosts(draft_ms, jnp.asarray(verify_ms))
-    )
+    expected = budget_thetas(numerators, jnp.int32(7), StepCosts(*map(jnp.asarray, step_costs)))
     np.testing.assert_allclose(control.thetas(slots), np.asarray(expected), rtol=1e-5)
     assert np.isneginf(np.asarray(expected)[1])
 

@@ -17,11 +17,11 @@ import pytest
 
 from deepinfer_jax import EngineConfig, Model, RequestError, SamplingParams, measure_costs
 from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.measure import find_costs, identify, rising
+from deepinfer_jax.engine.measure import STEPS_TOGETHER, find_costs, identify, rising
 from deepinfer_jax.engine.runner import Outputs, Runner
 from deepinfer_jax.engine.target import make_target, put_on
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
-from deepinfer_jax.plans import StepPlan
+from deepinfer_jax.plans import PLAIN_STEP, StepPlan
 from deepinfer_jax.sharding.layout import SINGLE
 from deepinfer_jax.spec_decode.costs import CostTable, default_path
 from deepinfer_jax.speculate import speculate_step
@@ -58,21 +58,26 @@ def test_a_table_has_the_budgets_of_the_engine_and_times_that_rise() -> None:
     table = cached_table()
     assert table.engine == identify(model(), OPTIONS)
     assert list(table.verify_ms) == [64] and list(table.draft_ms) == [1, 8]
-    draft_ms, verify_ms = table.arrays((64,), 8)
+    assert list(table.plain_ms) == [1, 8]
+    draft_ms, verify_ms, plain_ms = table.arrays((64,), 8)
     assert (np.diff(draft_ms) >= 0).all() and (verify_ms > 0).all()
+    assert (np.diff(plain_ms) >= 0).all() and (plain_ms > 0).all()
     assert (np.diff(table.row_ms(48)) >= 0).all()
 
 
 def test_every_step_verifies_what_it_is_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots and rows of each step are those of its case; lengths are the same before each."""
+    """Slots and rows of each step are those of its case, a few in a row from the same lengths."""
     seen: list[tuple[int, int, int]] = []
     read, run, lengths = Runner.read, Runner.run, []
 
     def noted(self: Runner, outputs: Outputs) -> Outputs:
         found = read(self, outputs)
-        assert found.decode is not None and found.decode.drafts is not None
-        drafts = found.decode.drafts
-        seen.append((int(drafts.choice[0]), int((drafts.num_rows > 0).sum()), int(drafts.num_rows.sum())))
+        assert found.decode is not None
+        drafts, num_active = found.decode.drafts, int((found.decode.num_tokens > 0).sum())
+        if drafts is None:
+            seen.append((PLAIN_STEP, num_active, num_active))
+        else:
+            seen.append((int(drafts.choice[0]), int((drafts.num_rows > 0).sum()), int(drafts.num_rows.sum())))
         return found
 
     def spied(self: Runner, plan: StepPlan) -> Outputs:
@@ -85,11 +90,13 @@ def test_every_step_verifies_what_it_is_timed_for(monkeypatch: pytest.MonkeyPatc
     told: list[tuple[int, int]] = []
     before = measure_costs(model(), OPTIONS, 1, lambda *steps: told.append(steps), context=200)
     full = 8 * (BLOCK + 1)
-    # No draft and the smallest budget, with one slot and with all; the uniform block with all.
-    expected = [(0, 1, 1), (0, 8, 8), (1, 1, BLOCK + 1), (1, 8, full), (2, 8, full)]
-    assert seen == expected * 2
-    assert lengths == [[200] * 8] * 10
-    assert told == [(number + 1, 10) for number in range(10)]
+    # Plain, no draft and the smallest budget, with one slot and with all; the uniform block with all.
+    expected = [(PLAIN_STEP, 1, 1), (PLAIN_STEP, 8, 8), (0, 1, 1), (0, 8, 8)]
+    expected += [(1, 1, BLOCK + 1), (1, 8, full), (2, 8, full)]
+    together = 1 + STEPS_TOGETHER
+    assert seen == [case for case in expected for _ in range(together)] * 2
+    assert lengths[::together] == [[200] * 8] * 14
+    assert told == [(number + 1, 14) for number in range(14)]
     assert before.engine == cached_table().engine
 
 
@@ -207,8 +214,8 @@ def test_a_damaged_table_is_refused_with_the_reason() -> None:
     ("options", "parts"),
     [
         ({"steps": 0}, "costs: got 0 steps on mesh None, expected 1 or more"),
-        ({"context": 0}, "context: got 0, expected 1..506"),
-        ({"context": 507}, "context: got 507, expected 1..506"),
+        ({"context": 0}, "context: got 0, expected 1..494"),
+        ({"context": 495}, "context: got 495, expected 1..494"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, Numerics
-from deepinfer_jax.model.rows import ROW_TILE, Rows
+from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL, ROW_TILE, Numerics
+from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.testing.golden import fresh_cache, live_state, make_rows, model_step
 from deepinfer_jax.testing.presets import SMALLEST, as_resident, random_weights
 from deepinfer_jax.testing.tolerances import assert_close

@@ -19,7 +19,7 @@ from deepinfer_jax.testing.samplers import Row, sampler_of
 
 EOS = 1
 
-choose = jax.jit(sample, static_argnames=("num_logprobs", "batch_invariant"))
+choose = jax.jit(sample, static_argnames=("num_logprobs", "tile"))
 
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.2, 0.02, 0.08, 0.1, 0.05])
 LIMITS = {1: 10.8, 2: 13.8, 3: 16.3, 6: 22.5, 7: 24.3}
@@ -35,7 +35,7 @@ def tokens_at_many_positions(params: SamplingParams, generated: tuple[int, ...] 
     found = choose(
         *(logits, sampler, positions, jnp.zeros(len(PROBABILITIES), bool)),
         num_logprobs=0,
-        batch_invariant=False,
+        tile=None,
     )
     return np.asarray(found.tokens)
 

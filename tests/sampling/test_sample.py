@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer_jax.model.numerics import SAMPLING_TILE
 from deepinfer_jax.sampling.logits import scale_by_temperature
 from deepinfer_jax.sampling.randomness import SAMPLE_TOKEN, gumbel
 from deepinfer_jax.sampling.sample import Sampled, control_logits, keep_filtered, sample
@@ -32,7 +33,7 @@ FORBIDDEN = (30, 31)
 IS_FORBIDDEN = np.isin(np.arange(VOCAB), FORBIDDEN)
 CLEAR = 1e-5  # A decision nearer to its edge may fall either way in float32.
 
-choose = jax.jit(sample, static_argnames=("num_logprobs", "batch_invariant"))
+choose = jax.jit(sample, static_argnames=("num_logprobs", "tile"))
 draw = jax.jit(gumbel, static_argnums=(2, 3))
 
 
@@ -45,12 +46,12 @@ def allowed_tokens(logits: jax.Array, sampler: SamplerState, is_forbidden: jax.A
 
 
 def choose_rows(
-    logits: np.ndarray, rows: list[Row], positions: np.ndarray, batch_invariant: bool = False
+    logits: np.ndarray, rows: list[Row], positions: np.ndarray
 ) -> tuple[Sampled, np.ndarray, np.ndarray]:
     """Sample rows; also the tokens that could have been drawn and the noise that decided."""
     sampler = sampler_of(rows, logits.shape[1], EOS)
     arrays = (jnp.asarray(logits), sampler, jnp.asarray(positions, jnp.int32), jnp.asarray(IS_FORBIDDEN))
-    sampled = choose(*arrays, num_logprobs=NUM_LOGPROBS, batch_invariant=batch_invariant)
+    sampled = choose(*arrays, num_logprobs=NUM_LOGPROBS, tile=None)
     allowed = allowed_tokens(arrays[0], sampler, arrays[3])
     return sampled, np.asarray(allowed), np.asarray(draw(sampler.seeds, arrays[2], SAMPLE_TOKEN, VOCAB))
 
@@ -230,7 +231,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch_and_place() -> None:
         arrays = jax.tree.map(
             lambda array: jnp.asarray(np.asarray(array)[places]), (logits, sampler, positions)
         )
-        found = choose(*arrays, is_forbidden, num_logprobs=NUM_LOGPROBS, batch_invariant=True)
+        found = choose(*arrays, is_forbidden, num_logprobs=NUM_LOGPROBS, tile=SAMPLING_TILE)
         return [
             np.ascontiguousarray(leaf).view(np.uint8).reshape(len(places), -1)
             for leaf in jax.tree.leaves(found)
@@ -249,9 +250,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch_and_place() -> None:
 def test_without_batch_invariance_the_tokens_are_the_same_here() -> None:
     logits, sampler, positions = mixed_batch()
     arrays = (jnp.asarray(logits), sampler, jnp.asarray(positions), jnp.zeros(ODD_VOCAB, bool))
-    tiled, whole = (
-        choose(*arrays, num_logprobs=NUM_LOGPROBS, batch_invariant=flag) for flag in (True, False)
-    )
+    tiled, whole = (choose(*arrays, num_logprobs=NUM_LOGPROBS, tile=tile) for tile in (SAMPLING_TILE, None))
     np.testing.assert_array_equal(tiled.tokens, whole.tokens)
     assert_close(tiled.logprob, whole.logprob, "formula_float32")
 

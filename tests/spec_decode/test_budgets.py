@@ -33,7 +33,7 @@ capped_of = jax.jit(
     lambda confidences, caps, is_active: cap_survivals(survivals(confidences), caps, is_active)
 )
 numerators_of = jax.jit(budgets_module.budget_numerators, static_argnames="budgets")
-thetas_of = jax.jit(budgets_module.budget_thetas, static_argnames="budgets")
+thetas_of = jax.jit(budgets_module.budget_thetas)
 choose = jax.jit(budgets_module.choose_budget)
 lengths_of = jax.jit(budgets_module.chosen_lengths, static_argnames="budgets")
 
@@ -48,10 +48,13 @@ def in_slots(confidences: Any, slots: int = SLOTS) -> tuple[Any, np.ndarray, np.
     return capped_of(rows, caps, is_active), caps, is_active
 
 
-def costs_of(draft_ms: float, verify_ms: list[float], uniform_ms: float, slots: int = SLOTS) -> StepCosts:
+def costs_of(
+    draft_ms: float, verify_ms: list[float], uniform_ms: float, slots: int = SLOTS, plain_ms: float = 1.0
+) -> StepCosts:
     return StepCosts(
         draft_ms=jnp.full(slots + 1, draft_ms, jnp.float32),
         verify_ms=jnp.asarray([*verify_ms, uniform_ms], jnp.float32),
+        plain_ms=jnp.full(slots + 1, plain_ms, jnp.float32),
     )
 
 
@@ -62,9 +65,7 @@ def test_best_bucket_is_filled_with_the_largest_survivals(case: dict[str, Any]) 
     capped, caps, is_active = in_slots(case["confidences"])
     numerators = numerators_of(capped, is_active, budgets=budgets)
     most = np.int32(is_active.sum())
-    thetas = thetas_of(
-        numerators, most, budgets=budgets, costs=costs_of(profile["draft_ms"], profile["ms"], np.inf)
-    )
+    thetas = thetas_of(numerators, most, costs=costs_of(profile["draft_ms"], profile["ms"], np.inf))
     # The case knows neither the step without drafts nor the uniform one.
     choice = choose(thetas.at[NO_DRAFT].set(-np.inf), np.int32(NOTHING))
     assert budgets[int(choice) - 1] == expect["bucket"]
@@ -90,7 +91,7 @@ def test_all_ranks_choose_one_bucket_from_summed_numerators(case: dict[str, Any]
         numerators = budgets_module.budget_numerators(capped, is_active, budgets)
         summed = lax.psum(numerators, "ranks")
         most_active = lax.pmax(is_active.sum(dtype=jnp.int32), "ranks")
-        thetas = budgets_module.budget_thetas(summed, most_active, budgets, costs)
+        thetas = budgets_module.budget_thetas(summed, most_active, costs)
         choice = budgets_module.choose_budget(thetas.at[NO_DRAFT].set(-jnp.inf), jnp.int32(NOTHING))
         lengths = budgets_module.chosen_lengths(choice, capped, caps, is_active, budgets)
         return numerators[None], thetas[None], choice[None], lengths
@@ -135,9 +136,9 @@ def test_chosen_rows_equal_brute_force_on_a_table_with_steps_at_64_and_128(
     }[load]
     confidences = np.asarray(jax.random.uniform(key, (requests, DRAFTS), jnp.float32, 0.3, 0.98))
     capped, caps, is_active = in_slots(confidences, slots)
-    costs = costs_of(1.5, [float(value) for value in ms], np.inf, slots)
+    costs = costs_of(1.5, [float(value) for value in ms], np.inf, slots, plain_ms=0.9 * ms[0])
     numerators = numerators_of(capped, is_active, budgets=budgets)
-    thetas = thetas_of(numerators, np.int32(requests), budgets=budgets, costs=costs)
+    thetas = thetas_of(numerators, np.int32(requests), costs=costs)
     choice = choose(thetas, np.int32(NOTHING))
     lengths = np.asarray(lengths_of(choice, capped, caps, is_active, budgets=budgets))
 
@@ -151,7 +152,7 @@ def test_chosen_rows_equal_brute_force_on_a_table_with_steps_at_64_and_128(
         assert_close(gains, list(every.values()), "formula_float32")
     verify_ms = np.array(ms)[np.searchsorted(budgets, requests + np.arange(len(gains)))]
     drafted = (requests + gains) / (1.5 + verify_ms)
-    plain = requests / verify_ms[0]
+    plain = requests / (0.9 * ms[0])
     best = int(np.argmax(drafted))
     assert_close(thetas[choice], max(plain, drafted[best]), "operation_float32")
     assert lengths.sum() == (0 if plain >= drafted[best] else best)
@@ -159,21 +160,17 @@ def test_chosen_rows_equal_brute_force_on_a_table_with_steps_at_64_and_128(
     assert_close(chosen_gain, gains[lengths.sum()], "operation_float32")
 
 
-def test_step_without_drafts_pays_no_draft_and_the_smallest_budget() -> None:
+def test_step_without_drafts_pays_what_a_step_takes_that_knows_none() -> None:
     capped, caps, is_active = in_slots([[0.05] * DRAFTS] * 5)
     budgets = (4, 8, 16)
     numerators = numerators_of(capped, is_active, budgets=budgets)
     assert np.asarray(numerators)[:2].tolist() == [5.0, -np.inf]
-    costs = costs_of(2.0, [5.0, 6.0, 9.0], 12.0)
-    thetas = np.asarray(thetas_of(numerators, np.int32(5), budgets=budgets, costs=costs))
-    expected = [5 / 6, -np.inf, (5 + 0.15) / 8, None, None]
-    assert_close(thetas[:3], expected[:3], "formula_float32")
+    costs = costs_of(2.0, [5.0, 6.0, 9.0], 12.0, plain_ms=5.5)
+    thetas = np.asarray(thetas_of(numerators, np.int32(5), costs=costs))
+    assert_close(thetas[:3], [5 / 5.5, -np.inf, (5 + 0.15) / 8], "formula_float32")
     choice = choose(thetas, np.int32(NOTHING))
     assert int(choice) == NO_DRAFT
     assert not np.asarray(lengths_of(choice, capped, caps, is_active, budgets=budgets)).any()
-    # Without a budget that holds the rows, plain decoding has no shape to run in.
-    thetas = np.asarray(thetas_of(numerators, np.int32(17), budgets=budgets, costs=costs))
-    assert thetas[NO_DRAFT] == 0
 
 
 def test_uniform_block_wins_where_its_own_time_is_lower_and_verifies_all() -> None:
@@ -181,8 +178,8 @@ def test_uniform_block_wins_where_its_own_time_is_lower_and_verifies_all() -> No
     budgets = (8, 16, 24)
     caps = caps - 1
     numerators = numerators_of(capped, is_active, budgets=budgets)
-    costs = costs_of(1.0, [8.0, 8.5, 9.0], 7.0)
-    thetas = thetas_of(numerators, np.int32(4), budgets=budgets, costs=costs)
+    costs = costs_of(1.0, [8.0, 8.5, 9.0], 7.0, plain_ms=8.0)
+    thetas = thetas_of(numerators, np.int32(4), costs=costs)
     choice = choose(thetas, np.int32(NOTHING))
     assert int(choice) == len(budgets) + 1
     lengths = lengths_of(choice, capped, caps, is_active, budgets=budgets)

@@ -1,4 +1,4 @@
-"""Temperatures equal the cases file, calibrate what is known to be off, and refuse censored traffic.
+"""Temperatures equal the cases file; fits calibrate what is known to be off, and refuse censored traffic.
 
 Separate as it needs no model: logits and accepted counts are enough.
 Read next: `deepinfer_jax/spec_decode/calibrate.py`, `calibration.py`.
@@ -22,6 +22,7 @@ from deepinfer_jax.spec_decode.calibrate import (
     expected_calibration_error,
     fit_temperatures,
     reliability,
+    survival_errors,
     survivals_of,
 )
 from deepinfer_jax.spec_decode.calibration import (
@@ -37,7 +38,7 @@ from deepinfer_jax.spec_decode.calibration import (
     uncalibrated,
 )
 from deepinfer_jax.spec_decode.plots import plot_reliability
-from deepinfer_jax.spec_decode.scaling import fit_scaling
+from deepinfer_jax.spec_decode.scaling import fit_scaling, with_base
 from deepinfer_jax.testing.tolerances import assert_close
 
 CASES = Path(__file__).parents[1] / "golden" / "dspark_scheduler_cases.json"
@@ -163,7 +164,7 @@ def test_regimes_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     own = regimes == SAMPLED
     alone = fit_temperatures(logits[own], accepted[own], verified(accepted[own]))
     assert found.temperatures["sampled"] == tuple(np.round(alone, 6))
-    assert found.shifts["sampled"] == (0.0,) * BLOCK
+    assert found.shifts["sampled"] == found.bases["sampled"] == (0.0,) * BLOCK
     assert found.temperatures["greedy"][0] < found.temperatures["sampled"][0]
     facts = found.source["regimes"]
     assert found.source["model"] == "nano"
@@ -175,30 +176,36 @@ def test_regimes_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     rows = {"greedy": (0.5, 2.0), "sampled": (1.25, 1.0), "filtered": (3.0, 0.75)}
     shifts = {"greedy": (-0.5, 0.0), "sampled": (0.0, 0.25), "filtered": (1.0, 2.0)}
-    calibration = Calibration(rows, {"rounds": 12}, shifts)
+    bases = {"greedy": (1.0, 0.0), "sampled": (0.0, 0.0), "filtered": (0.0, 0.5)}
+    calibration = Calibration(rows, {"rounds": 12}, shifts, bases)
     calibration.save(tmp_path / CALIBRATION_FILE)
     found = Calibration.load(tmp_path / CALIBRATION_FILE, block_size=2)
     assert found == calibration
     assert found.as_array().dtype == np.float32
     assert found.as_array().tolist() == [[0.5, 2.0], [1.25, 1.0], [3.0, 0.75]]
     assert found.shifts_as_array().tolist() == [[-0.5, 0.0], [0.0, 0.25], [1.0, 2.0]]
-    assert (uncalibrated(BLOCK).as_array() == 1).all() and not uncalibrated(BLOCK).shifts_as_array().any()
+    assert found.bases_as_array().tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.5]]
+    nothing = uncalibrated(BLOCK)
+    assert (nothing.as_array() == 1).all()
+    assert not nothing.shifts_as_array().any() and not nothing.bases_as_array().any()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "a note"}, "got format"),
-        ({"version": 1}, "got format"),
+        ({"version": 2}, "got format"),
         ({"shifts": {name: [0.0] for name in REGIMES}}, "got shifts"),
         ({"shifts": {name: ["x"] for name in REGIMES}}, "expected numbers by regime"),
+        ({"bases": {name: [-1.0, 0.0] for name in REGIMES}}, "got bases .* 2 numbers, 0 or more"),
+        ({"bases": None}, "bases None .* expected numbers by regime"),
         ({"temperatures": [1.0]}, "got temperatures"),
         ({"temperatures": {name: ["1", 1.0] for name in REGIMES}}, "got temperatures"),
         ({"temperatures": {"greedy": [1.0, 1.0]}}, "got regimes"),
         ({"temperatures": {name: [1.0, -1.0] for name in REGIMES}}, "positive"),
         ({"temperatures": {"greedy": [1.0], "sampled": [1.0, 1.0], "filtered": [1.0]}}, "block size"),
         (
-            {key: {name: [1.0] * 3 for name in REGIMES} for key in ("temperatures", "shifts")},
+            {key: {name: [1.0] * 3 for name in REGIMES} for key in ("temperatures", "shifts", "bases")},
             "3 positions, expected 2",
         ),
     ],
@@ -227,6 +234,8 @@ def test_picture_is_written(tmp_path: Path) -> None:
     }
     figure = plot_reliability(series, tmp_path / "new" / "reliability.png")
     assert (tmp_path / "new" / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    plot_reliability(series, tmp_path / "reliability.svg")
+    assert "calibration error</text>" in (tmp_path / "reliability.svg").read_text()
     assert len(figure.axes) == BLOCK
     # The diagonal and one line each.
     assert [len(axes.lines) for axes in figure.axes] == [3] * BLOCK
@@ -251,8 +260,43 @@ def test_a_shift_reaches_what_no_temperature_can() -> None:
     fit, held = slice(0, 10_000), slice(10_000, None)
     temperatures = fit_temperatures(logits[fit], accepted[fit], verified(accepted[fit], 3))
     scaling = fit_scaling(logits[fit], accepted[fit], verified(accepted[fit], 3))
+    assert not scaling.bases.any()
     before = calibration_errors(logits[held], accepted[held], np.ones(3))
     scaled = calibration_errors(logits[held], accepted[held], temperatures)
     shifted = calibration_errors(logits[held] + scaling.shifts, accepted[held], scaling.temperatures)
     assert before.max() > 0.1 and scaled.max() > 0.04 and shifted.max() < 0.02
     assert (scaling.shifts < 0).all()
+
+
+def test_a_base_reaches_acceptance_that_never_falls_to_nothing() -> None:
+    """Where t is large greedy choices still agree at times: their odds grow with 1 / t, not (1 - t) / t."""
+    random = np.random.default_rng(7)
+    logits = random.normal(0.0, 2.0, (20_000, 2))
+    distance = 1 / (1 + np.exp(logits))
+    odds = 0.5 * distance**-1.5
+    accepted = np.cumprod(random.random(odds.shape) < odds / (1 + odds), axis=1).sum(axis=1)
+    regimes = np.full(len(logits), GREEDY)
+    fit, held = slice(0, 10_000), slice(10_000, None)
+    found = fit_calibration(logits[fit], accepted[fit], verified(accepted[fit], 2), regimes[fit])
+    assert found.bases["greedy"] == (1.0, 1.0) and found.bases["sampled"] == (0.0, 0.0)
+    assert survival_errors(found.survivals(logits[held], regimes[held]), accepted[held]).max() < 0.02
+    # The error that the fit itself tells is that of the whole formula.
+    own = survival_errors(found.survivals(logits[fit], regimes[fit]), accepted[fit])
+    assert found.source["regimes"]["greedy"]["error_after"] == pytest.approx(own, abs=1e-4)
+    without = Calibration(found.temperatures, {}, found.shifts)
+    assert survival_errors(without.survivals(logits[held], regimes[held]), accepted[held]).max() > 0.05
+
+
+def test_without_a_base_logits_are_as_they_were() -> None:
+    logits = np.append(traffic(seed=8, num_rounds=50)[0], [[0.0, 1e4, -1e4, np.inf, np.nan]], axis=0)
+    regimes = np.arange(51) % len(REGIMES)
+    np.testing.assert_array_equal(with_base(logits, np.zeros(BLOCK)), logits)
+    expected = survivals_of(logits, np.ones(BLOCK))
+    np.testing.assert_array_equal(uncalibrated(BLOCK).survivals(logits, regimes), expected)
+
+
+def test_a_base_keeps_odds_from_falling_below_it() -> None:
+    logits = np.asarray([-1e4, -2.0, 0.0, 2.0, 1e4])
+    by_hand = [0.0, np.log(np.exp(-2) + 1), np.log(2), np.log(np.exp(2) + 1), 1e4]
+    assert_close(with_base(logits, 1.0), by_hand, "formula_float64")
+    assert_close(with_base(logits[:1], 0.5), [np.log(0.5)], "formula_float64")

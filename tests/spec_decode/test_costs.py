@@ -64,12 +64,16 @@ def test_times_never_fall() -> None:
 
 
 def test_candidates_get_their_times() -> None:
-    draft, verify = TILED.arrays((64, 100, 320), num_slots=64)
-    assert (draft.dtype, verify.dtype) == (np.float32, np.float32)
+    draft, verify, plain = TILED.arrays((64, 100, 320), num_slots=64)
+    assert {array.dtype.type for array in (draft, verify, plain)} == {np.float32}
     assert verify.tolist() == [10.0, 11.0, 14.0, 20.0]
     # Linear between 1 and 33 slots and with that slope beyond; nobody running counts as one.
     assert draft.shape == (65,)
     assert draft[[0, 1, 17, 33, 64]].tolist() == [1.0, 1.0, 2.0, 3.0, 3.0 + 31 / 16]
+    # Plain steps that were not timed take what verifying as many rows does.
+    assert plain.tolist() == [10.0] * 65
+    measured = replace(TILED, plain_ms={1: 2.0, 3: 4.0}).arrays((64,), num_slots=4)[2]
+    assert measured.tolist() == [2.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_compiled_budgets_pay_for_their_padding() -> None:
@@ -123,7 +127,7 @@ def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "a note"}, "format"),
-        ({"version": 2}, "format"),
+        ({"version": 1}, "format"),
         ({"verify_ms": {}}, "verify_ms: got {}"),
         ({"verify_ms": {"64": -1.0}}, "verify_ms"),
         ({"verify_ms": {"64": 0.0}}, "positive for a step"),
@@ -131,6 +135,7 @@ def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         ({"draft_ms": {"0": 1.0}}, "draft_ms"),
         ({"draft_ms": [1.0]}, "items"),
         ({"uniform_ms": None}, "uniform_ms"),
+        ({"plain_ms": {"1": 0.0}}, "positive for a step"),
         ({"date": "yesterday"}, "date"),
         ({"engine": {"device": "cpu"}}, "missing"),
     ],

@@ -26,7 +26,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.weights import Weights
 from deepinfer_jax.sampling.randomness import SAMPLE_TOKEN
 from deepinfer_jax.sampling.state import empty_sampler
-from deepinfer_jax.spec_decode.draft import SLOT_TILE, Anchors, draft_states, draft_tokens
+from deepinfer_jax.spec_decode.draft import Anchors, draft_states, draft_tokens
 from deepinfer_jax.spec_decode.heads import base_logits, markov_bias
 from deepinfer_jax.testing.golden import make_rows, read_golden
 from deepinfer_jax.testing.tolerances import assert_close
@@ -107,8 +107,8 @@ def test_drafts_are_the_golden_ones(weights: Weights, mode: str) -> None:
 
 def test_a_block_is_bitwise_the_same_in_any_company(weights: Weights) -> None:
     """Alone, and in the second tile of many slots."""
-    tokens = np.random.default_rng(1).integers(3, 120, (SLOT_TILE + 2, 20))
-    many = run(weights, make_rows(tokens), empty(FLOAT32, SLOT_TILE + 2), FLOAT32)
+    tokens = np.random.default_rng(1).integers(3, 120, (FLOAT32.slot_tile + 2, 20))
+    many = run(weights, make_rows(tokens), empty(FLOAT32, FLOAT32.slot_tile + 2), FLOAT32)
     alone = run(weights, make_rows(tokens[-1:]), empty(FLOAT32, 1), FLOAT32)
     anchors, length = jnp.asarray(tokens[:, 0], jnp.int32), jnp.int32(20)
     together = draft(weights, anchors, length, many, FLOAT32)

@@ -1,0 +1,111 @@
+"""What a platform changes of an engine: tiles and compiler options, never arithmetic.
+
+Separate because no test here has another platform than the CPU; a GPU's programs are only compiled.
+Read next: `benchmarks/step.py --spec --dispatch`, which runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from deepinfer_jax import EngineConfig, SamplingParams, load
+from deepinfer_jax.engine import platform
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.platform import GPU_ROW_TILE, GPU_SAMPLING_TILE, platform_of, program, suited
+from deepinfer_jax.engine.target import make_target
+from deepinfer_jax.lab_compile import require_aot_packages
+from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
+from deepinfer_jax.speculate import speculate_step
+from deepinfer_jax.step import ONE_DEVICE, decode_step, encode_step, prefill_step
+from deepinfer_jax.testing.presets import SMALLEST_DRAFTED, random_weights
+
+STEPS = (decode_step, encode_step, prefill_step, speculate_step)
+
+
+def test_a_target_is_on_the_platform_of_its_devices() -> None:
+    assert platform_of(ONE_DEVICE) == "cpu"
+    assert platform_of(make_target(SMALLEST_DRAFTED, "2", "data")) == "cpu"
+
+
+@pytest.mark.parametrize("numerics", [OFFICIAL, FLOAT32])
+def test_a_gpu_has_larger_tiles_and_the_same_arithmetic(numerics: Any) -> None:
+    found = suited(numerics, "gpu")
+    assert (found.row_tile, found.sampling_tile) == (GPU_ROW_TILE, GPU_SAMPLING_TILE)
+    assert replace(found, row_tile=numerics.row_tile, sampling_tile=numerics.sampling_tile) == numerics
+    assert suited(numerics, "cpu") == numerics
+
+
+def test_a_loaded_model_has_the_tiles_of_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load().numerics == OFFICIAL
+    monkeypatch.setattr("deepinfer_jax.engine.load.platform_of", lambda target: "gpu")
+    assert load().numerics.row_tile == GPU_ROW_TILE
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_only_a_gpu_gets_programs_of_its_own(step: Any) -> None:
+    assert program(step, "cpu") is step
+    assert program(step, "gpu") is not step and program(step, "gpu") is program(step, "gpu")
+
+
+def tokens_of(options: EngineConfig, numerics: Any = FLOAT32) -> list[list[int]]:
+    """Answer a few prompts."""
+    weights = random_weights(SMALLEST_DRAFTED, jax.random.key(4))
+    engine = Engine(weights, SMALLEST_DRAFTED, numerics, options)
+    params = [SamplingParams(max_tokens=9, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
+    requests = [engine.submit([5, 6, 7 + place], one) for place, one in enumerate(params)]
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    return [request.token_ids for request in requests]
+
+
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_programs_made_for_a_gpu_are_the_same_steps(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the options that a CPU refuses: static arguments and the donated state are found."""
+    options = EngineConfig(num_slots=8, max_context=128, drafts=drafts)
+    expected = tokens_of(options)
+    monkeypatch.setattr(platform, "COMMAND_BUFFERS", {})
+    monkeypatch.setattr("deepinfer_jax.engine.runner.platform_of", lambda target: "gpu")
+    program.cache_clear()
+    try:
+        assert tokens_of(options) == expected
+    finally:
+        program.cache_clear()
+
+
+@pytest.mark.parametrize("drafts", ["off", "fixed"])
+def test_larger_tiles_give_the_same_tokens_here(drafts: str) -> None:
+    options = EngineConfig(num_slots=8, max_context=128, drafts=drafts)
+    assert tokens_of(options, suited(FLOAT32, "gpu")) == tokens_of(options)
+
+
+@pytest.mark.slow
+def test_a_step_with_drafts_is_one_graph_on_a_gpu(tmp_path: Path) -> None:
+    """Compiled for an H200 without one: all of XLA's launches lie in a single command buffer."""
+    try:
+        require_aot_packages()
+    except ValueError as error:
+        pytest.skip(str(error))
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
+    }
+    script = Path(__file__).with_name("compile_drafts_for_gpu.py")
+    subprocess.run([sys.executable, str(script)], env=environment, check=True)
+    (path,) = tmp_path.glob("*speculate_step*.thunk_sequence_after_thunk_passes.txt")
+    top = [line.split()[1] for line in path.read_text().splitlines() if line[:1].isdigit()]
+    assert Counter(top) == {"kCommandBuffer": 1}
+    assert np.sum(["kWhile" in line for line in path.read_text().splitlines()]) > 3
