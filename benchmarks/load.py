@@ -30,8 +30,10 @@ from generate import RESULTS, ROOT, append_results, describe_run, print_results
 from deepinfer_jax import SamplingParams, load
 from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.load import Model, use_compilation_cache
+from deepinfer_jax.engine.platform import platform_of, suited
 from deepinfer_jax.engine_config import EngineConfig
 from deepinfer_jax.model.numerics import OFFICIAL
+from deepinfer_jax.step import ONE_DEVICE
 from deepinfer_jax.testing.presets import DIVISIBLE, random_resident_weights, released_cut
 
 PROMPT_TOKENS = (4, 400)
@@ -356,7 +358,8 @@ def make_model(name: str) -> tuple[Model, list[int]]:
     draw = jax.jit(lambda key: random_resident_weights(config, key))
     weights = jax.block_until_ready(draw(jax.random.key(0)))
     ids = np.random.default_rng(0).integers(3, config.vocab_size // 2, 100_000).tolist()
-    return Model(config, weights, OFFICIAL, None, name=name), ids
+    numerics = suited(OFFICIAL, platform_of(ONE_DEVICE))
+    return Model(config, weights, numerics, None, name=name), ids
 
 
 def main(arguments: list[str]) -> None:

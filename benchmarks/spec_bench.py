@@ -195,14 +195,14 @@ class Bench:
         """Give what steps of an arm are told, on the device."""
         return jax.device_put(self.drafting[arm].plan(self.is_active, choice))
 
-    def program(self, name: str, platform: str | None = None) -> Callable[..., Any]:
+    def program(self, name: str, is_plain: bool = False) -> Callable[..., Any]:
         """Give "none" (decoding), "fixed" (decoding with drafts, whatever the schedule), "plain" or "bare"
-        (steps of "dynamic" without), compiled as an engine does on a platform, by default on this one."""
+        (steps of "dynamic" without), compiled as an engine does here, or without any option."""
         options: dict[str, Any] = dict(self.static)
         step = speculate_step if name == "fixed" else decode_step
         if name == "fixed":
             options["speculation"] = self.speculation
-        compiled = program(step, platform or jax.devices()[0].platform)
+        compiled = step if is_plain else program(step, ONE_DEVICE)
         return lambda weights, state, told: compiled(weights, state, told, **options)
 
     def step(self, arm: str, choice: int = NOTHING, program: Callable[..., Any] | None = None) -> Step:
@@ -309,7 +309,7 @@ class Bench:
         found = []
         for name in ("none", "fixed"):
             for label, run in (
-                ("default", self.program(name, "cpu")),
+                ("default", self.program(name, is_plain=True)),
                 ("command buffers", self.programs[name]),
             ):
                 step, state = self.step(name, program=run), copied(self.states[name])

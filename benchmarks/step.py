@@ -28,6 +28,7 @@ from generate import append_results, describe_run, print_results
 
 from deepinfer_jax.checkpoint.names import tensor_table
 from deepinfer_jax.config import CacheConfig, ModelConfig
+from deepinfer_jax.engine.platform import platform_of, program, suited
 from deepinfer_jax.engine.target import num_row_shares, num_slot_shares, to_devices
 from deepinfer_jax.model.backbone import backbone, head_logits
 from deepinfer_jax.model.numerics import OFFICIAL, Numerics
@@ -126,10 +127,10 @@ def measure(
     state = ready_state(weights, config, sizes, numerics)
     cache_bytes, state_bytes = tree_bytes(state.cache), tree_bytes(state)
     used = None if before is None else bytes_in_use() - before
-    is_active = jnp.ones(slots, bool)
+    is_active, decode = jnp.ones(slots, bool), program(decode_step, ONE_DEVICE)
 
     def step(state: EngineState):
-        return decode_step(weights, state, is_active, config=config, numerics=numerics)
+        return decode(weights, state, is_active, config=config, numerics=numerics)
 
     started = time.perf_counter()
     state, _ = time_steps(step, state, 1)
@@ -213,11 +214,12 @@ def main(arguments: list[str]) -> None:
             }
         ]
     )
-    choices = [OFFICIAL, replace(OFFICIAL, batch_invariant=False)][: 2 if options.variant else 1]
+    official = suited(OFFICIAL, platform_of(ONE_DEVICE))
+    choices = [official, replace(official, batch_invariant=False)][: 2 if options.variant else 1]
     for slots in options.slots or (1, 8, 64):
         for numerics in choices:
             record(measure(weights, config, numerics, slots, options.context, options.steps))
-    record([check_row_invariance(weights, config, OFFICIAL)])
+    record([check_row_invariance(weights, config, official)])
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None:
         record([{"name": "peak", "value": int(stats["peak_bytes_in_use"]), "unit": "bytes"}])

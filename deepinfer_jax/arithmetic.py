@@ -72,13 +72,16 @@ def scan_counted[C, T](step: Callable[[C, Array], tuple[C, T]], carry: C, count:
         The last values, and all results, stacked.
     """
 
+    # Traced once, though its shapes are asked for before it is called.
+    traced_step: Any = jax.jit(step, inline=True)
+
     def run(_: Array, counted: tuple[Array, C, T]) -> tuple[Array, C, T]:
         number, carry, results = counted
-        carry, result = step(carry, number)
+        carry, result = traced_step(carry, number)
         put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
         return number + fenced(jnp.int32(1)), carry, jax.tree.map(put, results, result)
 
-    shapes = jax.eval_shape(step, carry, jnp.int32(0))[1]
+    shapes = jax.eval_shape(traced_step, carry, jnp.int32(0))[1]
     results: Any = jax.tree.map(lambda one: jnp.zeros((count, *one.shape), one.dtype), shapes)
     _, carry, results = lax.fori_loop(0, count, run, (jnp.int32(0), carry, results))
     return carry, results

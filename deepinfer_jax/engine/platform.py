@@ -28,7 +28,7 @@ COMMAND_BUFFERS = {
 }
 """Kernels, loops and conditionals become CUDA graphs; else the host waits for the value of each condition.
 
-Source: spec/platform.md section 8, measured by `benchmarks/step.py --spec --command-buffers`.
+Source: spec/platform.md section 8, measured by `benchmarks/step.py --spec --dispatch`.
 """
 
 
@@ -52,19 +52,25 @@ def suited(numerics: Numerics, platform: str) -> Numerics:
     return replace(numerics, row_tile=GPU_ROW_TILE, sampling_tile=GPU_SAMPLING_TILE)
 
 
-@functools.cache
-def program(step: Callable[..., Any], platform: str) -> Callable[..., Any]:
-    """Give the jitted step of `step.py` or `speculate.py` as it is compiled for a platform.
+def program(step: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    """Give a jitted step as it is compiled for the devices of a target.
 
     Args:
-        step: a jitted function whose keyword-only arguments are static, and that consumes its `state`.
-        platform: from `platform_of`.
+        step: of `step.py` or `speculate.py`; keyword-only arguments are static, and `state` is consumed.
+        target: where it is to run.
 
     Returns:
-        The step itself, or the same function with command buffers.
+        On one GPU the same function with command buffers; elsewhere the step itself. On several GPUs too, as
+        what command buffers do between collectives has not been measured.
     """
-    if platform != GPU:
+    if platform_of(target) != GPU or target.mesh is not None:
         return step
+    return with_command_buffers(step)
+
+
+@functools.cache
+def with_command_buffers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Jit the function of a step once more, with `COMMAND_BUFFERS`."""
     function: Any = inspect.unwrap(step)
     parameters = inspect.signature(function).parameters.values()
     static = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]

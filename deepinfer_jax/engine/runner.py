@@ -43,7 +43,7 @@ from ..step import (
     prefill_step,
 )
 from .drafting import Drafting
-from .platform import platform_of, program
+from .platform import program
 from .progress import working_on
 from .target import num_slot_shares, to_devices, to_host
 
@@ -95,7 +95,7 @@ class Runner:
         is_unused = drafting is None and weights.draft is not None
         self.weights = weights.replace(draft=None) if is_unused else weights
         self.config, self.numerics, self.target = config, numerics, target
-        self.drafting, self.platform = drafting, platform_of(target)
+        self.drafting = drafting
         self.sizes, self.num_snapshots, self.is_forbidden = sizes, num_snapshots, is_forbidden
         self.slots_each = sizes.num_slots // num_slot_shares(target)
         self._static = {"config": config, "numerics": numerics, "target": target}
@@ -265,7 +265,7 @@ class Runner:
         slots, capacity = self.sizes.num_slots, self.sizes.capacity
         message = f"compiling {name} for {slots} slots x {capacity} tokens, once per machine"
         with nullcontext() if key in _compiled else working_on(message):
-            run = program(step, self.platform)
+            run = program(step, self.target)
             weights = self.weights.replace(draft=None) if name == BARE else self.weights
             result = run(weights, self.state, plan, **options, **self._static)
         _compiled.add(key)

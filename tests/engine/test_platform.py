@@ -21,7 +21,14 @@ import pytest
 from deepinfer_jax import EngineConfig, SamplingParams, load
 from deepinfer_jax.engine import platform
 from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.platform import GPU_ROW_TILE, GPU_SAMPLING_TILE, platform_of, program, suited
+from deepinfer_jax.engine.platform import (
+    GPU_ROW_TILE,
+    GPU_SAMPLING_TILE,
+    platform_of,
+    program,
+    suited,
+    with_command_buffers,
+)
 from deepinfer_jax.engine.target import make_target
 from deepinfer_jax.lab_compile import require_aot_packages
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
@@ -52,9 +59,11 @@ def test_a_loaded_model_has_the_tiles_of_its_platform(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_only_a_gpu_gets_programs_of_its_own(step: Any) -> None:
-    assert program(step, "cpu") is step
-    assert program(step, "gpu") is not step and program(step, "gpu") is program(step, "gpu")
+def test_only_one_gpu_gets_programs_of_its_own(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert program(step, ONE_DEVICE) is step
+    monkeypatch.setattr(platform, "platform_of", lambda target: "gpu")
+    assert program(step, ONE_DEVICE) is with_command_buffers(step) is not step
+    assert program(step, make_target(SMALLEST_DRAFTED, "2", "data")) is step
 
 
 def tokens_of(options: EngineConfig, numerics: Any = FLOAT32) -> list[list[int]]:
@@ -75,12 +84,12 @@ def test_programs_made_for_a_gpu_are_the_same_steps(drafts: str, monkeypatch: py
     options = EngineConfig(num_slots=8, max_context=128, drafts=drafts)
     expected = tokens_of(options)
     monkeypatch.setattr(platform, "COMMAND_BUFFERS", {})
-    monkeypatch.setattr("deepinfer_jax.engine.runner.platform_of", lambda target: "gpu")
-    program.cache_clear()
+    monkeypatch.setattr(platform, "platform_of", lambda target: "gpu")
+    with_command_buffers.cache_clear()
     try:
         assert tokens_of(options) == expected
     finally:
-        program.cache_clear()
+        with_command_buffers.cache_clear()
 
 
 @pytest.mark.parametrize("drafts", ["off", "fixed"])
