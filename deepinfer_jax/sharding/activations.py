@@ -47,7 +47,7 @@ class WeightValues:
             put together for this use. The same for the next two.
         output: the larger projection of the attention's output.
         engram: the projection of an Engram layer.
-        expert: one routed expert as stored, and its three matrices as numbers.
+        expert: the three matrices of a routed expert as numbers; packed ones are decoded where they lie.
         gathered_experts: the experts of a layer, put together; 0 if their work is divided or they are whole.
     """
 
@@ -72,11 +72,12 @@ def weight_values(sizes: StepSizes) -> WeightValues:
     held = sizes.work_shape(experts[0])[1]
     layer = [sizes.work_bytes(array) // array.shape[0] for array in experts]
     is_gathered = any(_is_gathered(sizes, array) for array in experts)
+    decoded = 3 * _as_numbers(sizes, f"layers.{first}.ffn.experts.w1")
     return WeightValues(
         queries=_in_use(sizes, ".attn.wq_b."),
         output=max(_in_use(sizes, ".attn.wo_a."), _in_use(sizes, ".attn.wo_b.")),
         engram=_in_use(sizes, "engram.0.wkv."),
-        expert=sum(layer) // held + 3 * _as_numbers(sizes, f"layers.{first}.ffn.experts.w1"),
+        expert=decoded or sum(layer) // held,
         gathered_experts=sum(layer) * is_gathered,
     )
 
