@@ -33,16 +33,16 @@ from generate import RESULTS, append_results, describe_run, print_results
 from deepinfer_jax import EngineConfig, Model, SamplingParams, load
 from deepinfer_jax.engine.confidences import (
     Rounds,
-    calibrated,
     chance_errors,
     collect_rounds,
     cross_fitted,
+    fit_rounds,
     in_every_regime,
 )
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.measure import measure_costs
 from deepinfer_jax.spec_decode.calibrate import Floats, reliability_of, survival_errors, survivals_of
-from deepinfer_jax.spec_decode.calibration import REGIMES, SAMPLED, Calibration, fit_calibration
+from deepinfer_jax.spec_decode.calibration import REGIMES, SAMPLED, Calibration
 from deepinfer_jax.spec_decode.costs import CostTable
 from deepinfer_jax.spec_decode.guard import Guard
 from deepinfer_jax.spec_decode.plots import plot_reliability
@@ -154,14 +154,14 @@ def measure_calibration(
     rounds = collect_rounds(model, greedy[0] + others[0], greedy[1] + others[1], sizes)
     source = {"model": model.name, "verification": "coupled", "max_tokens": options.max_tokens}
     source |= {"answers": len(greedy[0] + others[0]), "date": datetime.date.today().isoformat()}
-    calibration = fit_calibration(*rounds[:4], source=source)
+    calibration = fit_rounds(rounds, source)
     print(f"calibrated on {len(rounds.logits)} rounds: {calibration.temperatures}", flush=True)
     if options.calibration is not None:
         calibration.save(options.calibration)
     everything = [encode(model, kind, text) for kind, _, text in held]
     judged = collect_rounds(model, *requests_of(everything, options.max_tokens, seed=10**6), sizes)
     before = survivals_of(judged.logits, np.ones(judged.logits.shape[1]))
-    after = calibrated(judged, calibration)
+    after = calibration.survivals(judged.logits, judged.regimes)
     results = report_errors("before scaling", judged, before)
     results += report_errors("after scaling", judged, after)
     results += report_errors(

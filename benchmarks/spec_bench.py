@@ -36,10 +36,8 @@ WARM_TOKENS = 8
 CUT_CONTEXT = 1024
 """Tokens of each sequence of the cut model, whatever they are: steps cost by the context."""
 
-COST_STEPS = {"cut": 2}
-"""Steps timed together for one entry of the cost table: fewer where a step takes long."""
-
-MOST_COST_STEPS = 6
+COST_STEPS, CUT_COST_STEPS = 6, 2
+"""Steps timed together for one entry of the cost table: fewer of the cut model, whose steps take long."""
 
 MOST_BUDGETS = 7
 """Budgets that are timed; the table is linear between."""
@@ -56,7 +54,7 @@ def say(text: str) -> None:
 
 def engine_options(model: SpecModel, concurrency: int, tokens: int, drafts: str) -> EngineConfig:
     """Size an engine so that no sequence fills its pages: some get thrice as many tokens as the mean."""
-    context = PROMPT_TOKENS + WARM_TOKENS + 3 * tokens + 8 * MOST_COST_STEPS
+    context = PROMPT_TOKENS + WARM_TOKENS + 3 * tokens + 8 * COST_STEPS
     if model.name == "cut":
         context = max(context, CUT_CONTEXT)
     slots = bucket_for(concurrency, SLOT_BUCKETS, "concurrency")
@@ -179,11 +177,9 @@ class Bench:
         self.drafting = {"fixed": self._control("fixed", None)}
         self.speculation = self.drafting["fixed"].speculation
         # An engine without drafts does not have their weights either.
-        self.weights = {"none": model.weights.replace(draft=None), "fixed": model.weights}
-        self.weights["plain"], self.sizes["plain"] = model.weights, self.sizes["fixed"]
-        names = ("none", "fixed", "plain")
-        self.weights["bare"], names = self.weights["none"], (*names, "bare")
-        self.programs = {name: self.program(name) for name in names}
+        undrafted = model.weights.replace(draft=None)
+        self.weights = {"none": undrafted, "bare": undrafted, "plain": model.weights, "fixed": model.weights}
+        self.programs = {name: self.program(name) for name in self.weights}
         self.states = {name: self._prepared(name) for name in ("none", "fixed")}
 
     def _control(self, drafts: str, costs: CostTable | None) -> Drafting:
@@ -195,14 +191,14 @@ class Bench:
         """Give what steps of an arm are told, on the device."""
         return jax.device_put(self.drafting[arm].plan(self.is_active, choice))
 
-    def program(self, name: str, is_plain: bool = False) -> Callable[..., Any]:
+    def program(self, name: str, has_options: bool = True) -> Callable[..., Any]:
         """Give "none" (decoding), "fixed" (decoding with drafts, whatever the schedule), "plain" or "bare"
         (steps of "dynamic" without), compiled as an engine does here, or without any option."""
         options: dict[str, Any] = dict(self.static)
         step = speculate_step if name == "fixed" else decode_step
         if name == "fixed":
             options["speculation"] = self.speculation
-        compiled = step if is_plain else program(step, ONE_DEVICE)
+        compiled = program(step, ONE_DEVICE) if has_options else step
         return lambda weights, state, told: compiled(weights, state, told, **options)
 
     def step(self, arm: str, choice: int = NOTHING, program: Callable[..., Any] | None = None) -> Step:
@@ -263,7 +259,7 @@ class Bench:
         state = admitted(self.model, self.sizes[name], self.concurrency, prompts)
         state = with_prompts(step, state, prompts)
         if self.model.name == "cut":
-            left = 3 * self.tokens + 8 * MOST_COST_STEPS
+            left = 3 * self.tokens + 8 * COST_STEPS
             length = self.sizes[name].capacity - left
             state = state.replace(lengths=jnp.full(self.slots, length, jnp.int32))
         return state
@@ -288,7 +284,7 @@ class Bench:
         steps = {choice: self.step("dynamic", choice) for choice in (0, *budgets_timed, uniform)}
         steps[PLAIN_STEP] = self.plain_step()
         times: dict[int, list[float]] = {choice: [] for choice in steps}
-        count = COST_STEPS.get(self.model.name, MOST_COST_STEPS)
+        count = CUT_COST_STEPS if self.model.name == "cut" else COST_STEPS
         # One repeat more: the first of each kind is not counted.
         for repeat in range(repeats + 1):
             for choice, step in steps.items():
@@ -309,7 +305,7 @@ class Bench:
         found = []
         for name in ("none", "fixed"):
             for label, run in (
-                ("default", self.program(name, is_plain=True)),
+                ("default", self.program(name, has_options=False)),
                 ("command buffers", self.programs[name]),
             ):
                 step, state = self.step(name, program=run), copied(self.states[name])
@@ -350,10 +346,10 @@ def cost_table(
     """
     uniform = len(budgets) + 1
     measured = sorted(choice for choice in step_ms if 0 < choice < uniform)
-    bare = step_ms[0]
-    draft = max(step_ms[measured[0]] - bare, 0.0)
+    undrafted = step_ms[0]
+    draft = max(step_ms[measured[0]] - undrafted, 0.0)
     # However noisy the clock, no number of rows takes less than the fewest.
-    verify = {budgets[choice - 1]: max(step_ms[choice] - draft, bare) for choice in measured}
+    verify = {budgets[choice - 1]: max(step_ms[choice] - draft, undrafted) for choice in measured}
     today = datetime.date.today().isoformat()
-    uniform_ms, plain = max(step_ms[uniform] - draft, bare), {concurrency: step_ms[PLAIN_STEP]}
+    uniform_ms, plain = max(step_ms[uniform] - draft, undrafted), {concurrency: step_ms[PLAIN_STEP]}
     return CostTable(engine, today, verify, {concurrency: draft}, uniform_ms, plain)

@@ -68,7 +68,7 @@ class SpecModel:
         weights: draft stages included.
         numerics: the choice of arithmetic.
         prompts: token ids, `PROMPT_TOKENS` of each.
-        calibration: of the draft's confidences, None for temperatures of 1.
+        calibration: of the draft's confidences, None to leave them as they are.
         acceptance: `REAL` or `SYNTHETIC`.
         forbidden_ids: tokens that no request may get.
     """

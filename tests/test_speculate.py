@@ -277,7 +277,7 @@ def calibrated_on_device(logits: np.ndarray, calibration: Calibration) -> tuple[
         plan = PLAN_WORDS._replace(temperatures=temperatures, shifts=shifts, bases=bases)
         return _survivals_of(Drafts(jnp.zeros(logits.shape, jnp.int32), logits, None), state, plan)
 
-    tables = calibration.as_array(), calibration.shifts_as_array(), calibration.bases_as_array()
+    tables = calibration.arrays()
     confidences, survivals = run(logits, started(FLOAT32, PARAMS)[0], *tables)
     assert confidences.dtype == survivals.dtype == np.float32
     return np.asarray(confidences), np.asarray(survivals)
@@ -300,7 +300,7 @@ def test_without_a_base_confidences_are_those_of_temperature_and_shift_to_the_la
     logits[0, :2] = 0.0, -0.0
     found, _ = calibrated_on_device(logits, calibration)
     rows = [regime_of(one) for one in PARAMS]
-    temperatures, shifts = calibration.as_array()[rows], calibration.shifts_as_array()[rows]
+    temperatures, shifts = (table[rows] for table in calibration.arrays()[:2])
     scaled = jax.jit(lambda *args: jax.nn.sigmoid((args[0] + args[1]) / args[2]))
     np.testing.assert_array_equal(found, scaled(logits, shifts, temperatures))
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from ..engine_config import EngineConfig
 from ..plans import DEFAULT_SLOTS
 from ..sampling_params import RequestError, SamplingParams
-from ..spec_decode.calibrate import NUM_BINS, Floats
+from ..spec_decode.calibrate import NUM_BINS, Floats, bins_of
 from ..spec_decode.calibration import Calibration, fit_calibration, regime_of
 from ..spec_decode.stats import judged_lengths
 from .engine import Engine
@@ -77,20 +77,14 @@ def collect_rounds(
         calibration=model.calibration,
     )
     assert engine.drafting is not None
-    size, kept, numbers, running = model.config.draft.block_size, [], {}, []
-    note = engine.drafting.note
+    size, kept, numbers = model.config.draft.block_size, [], {}
 
-    def note_requests(params: Mapping[int, SamplingParams], output: Any, *rest: Any, **named: Any) -> None:
-        # The same rows in the same order as `Drafting.note` gives to `on_round`.
-        running[:] = [numbers[id(params[slot])] for slot in sorted(params) if output.num_tokens[slot] > 0]
-        note(params, output, *rest, **named)
-
-    def keep(**counts: Any) -> None:
+    def keep(params: Sequence[SamplingParams], **counts: Any) -> None:
         judged = judged_lengths(counts["num_tokens"], counts["num_verified"], counts["num_accepted"])
-        is_whole, counts["requests"] = judged == size, running
+        is_whole, counts["requests"] = judged == size, [numbers[id(one)] for one in params]
         kept.append([np.asarray(counts[name])[is_whole] for name in Rounds._fields])
 
-    engine.drafting.note, engine.drafting.on_round = note_requests, keep
+    engine.drafting.on_round = keep
     try:
         # Parameters of its own tell a request apart where all that a round knows is how it was sampled.
         pairs = zip(prompts, params, strict=True)
@@ -110,17 +104,11 @@ def collect_rounds(
     return Rounds(*(np.concatenate(part) for part in zip(*kept, strict=True)))
 
 
-def calibrated(rounds: Rounds, calibration: Calibration) -> Floats:
-    """Give the survivals of rounds, each calibrated as its regime is.
-
-    Args:
-        rounds: of any regimes.
-        calibration: of this draft.
-
-    Returns:
-        float64 [n, K].
-    """
-    return calibration.survivals(rounds.logits, rounds.regimes)
+def fit_rounds(rounds: Rounds, source: Mapping[str, Any] | None = None) -> Calibration:
+    """Fit a calibration to rounds: `fit_calibration` of what they hold."""
+    return fit_calibration(
+        rounds.logits, rounds.num_accepted, rounds.num_verified, rounds.regimes, source=source
+    )
 
 
 def chance_errors(
@@ -155,7 +143,7 @@ def chance_errors(
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, num_answers))
     errors = np.empty((draws, table.shape[1]), np.float64)
     for k in range(table.shape[1]):
-        bins = np.minimum((num_bins * table[:, k]).astype(np.int64), num_bins - 1)
+        bins = bins_of(table[:, k], num_bins)
         sums, counts = np.zeros((2, num_answers, num_bins), np.float64)
         np.add.at(sums, (answers, bins), (accepted > k) - table[:, k])
         np.add.at(counts, (answers, bins), 1.0)
@@ -180,9 +168,8 @@ def cross_fitted(rounds: Rounds, folds: int = NUM_FOLDS) -> Floats:
     survivals = np.empty(rounds.logits.shape, np.float64)
     for fold in range(folds):
         own = rounds.requests % folds == fold
-        others = Rounds(*(part[~own] for part in rounds))
-        fitted = fit_calibration(*others[:4])
-        survivals[own] = calibrated(rounds, fitted)[own]
+        fitted = fit_rounds(Rounds(*(part[~own] for part in rounds)))
+        survivals[own] = fitted.survivals(rounds.logits[own], rounds.regimes[own])
     return survivals
 
 
@@ -218,7 +205,7 @@ def calibrate(
     )
     rounds = collect_rounds(model, prompts, params, options)
     facts = {"model": model.name, "verification": verification, **(source or {})}
-    return fit_calibration(*rounds[:4], source=facts)
+    return fit_rounds(rounds, facts)
 
 
 def in_every_regime(params: SamplingParams) -> list[SamplingParams]:

@@ -42,8 +42,8 @@ class Drafting:
         stats: what came of drafts so far.
         guard: watches how long steps take.
         rest: says which steps leave drafts out because none paid.
-        on_round: called with what is counted of each step, by the names that `DraftStats.add` has; None by
-            default.
+        on_round: called with what is counted of each step, by the names that `DraftStats.add` has, and the
+            `params` of each slot counted; None by default.
         notice: why the full block is verified instead of what was asked for; None if it is not.
 
     Args:
@@ -82,6 +82,7 @@ class Drafting:
                 f"drafts={options.drafts!r}: no measured step times for this engine; all drafts are "
                 "verified. Measure them once with: deepinfer_jax costs"
             )
+        self._scaling = self.calibration.arrays()
         max_rows = self.slots_each * (self.block_size + 1)
         by_slots = np.ones(self.slots_each + 1, np.float32)
         self._costs = StepCosts(0 * by_slots, np.ones(len(budgets) + 1, np.float32), by_slots)
@@ -104,15 +105,16 @@ class Drafting:
         Returns:
             The plan, as NumPy arrays.
         """
+        temperatures, shifts, bases = self._scaling
         return SpeculationPlan(
             is_active=is_decoding,
             schedule=np.int32(DRAFT_MODES.index(self._schedule)),
             max_drafts=np.int32(self.max_drafts),
             choice=np.int32(choice if self._forced == NOTHING else self._forced),
             threshold=np.float32(self.options.draft_threshold),
-            temperatures=self.calibration.as_array(),
-            shifts=self.calibration.shifts_as_array(),
-            bases=self.calibration.bases_as_array(),
+            temperatures=temperatures,
+            shifts=shifts,
+            bases=bases,
             costs=self._costs,
             row_ms=self._row_ms,
         )
@@ -211,7 +213,7 @@ class Drafting:
             "regimes": np.asarray(regimes),
         }
         if self.on_round is not None:
-            self.on_round(**counts)
+            self.on_round(params=[params[slot] for slot in slots], **counts)
         self.stats.add(
             **counts,
             choice=choice,

@@ -53,7 +53,7 @@ class Engine:
         options: how requests are run.
         forbidden_ids: tokens that no request may get, besides the image token.
         target: where the weights lie.
-        calibration: temperatures of the confidence in drafts; all 1 by default.
+        calibration: of the confidence in drafts; by default it stays as it is.
         costs: step times measured on these devices, for the schedules of drafts that weigh them.
     """
 

@@ -45,7 +45,7 @@ class Model:
         tokenizer: None for a checkpoint without one; prompts are token ids then.
         target: where the weights lie.
         name: of its folder.
-        calibration: temperatures of the confidence in drafts, None where the folder has none.
+        calibration: of the confidence in drafts, None where the folder has none.
         folder: where it was read from, None for one that was put together in this process.
     """
 
@@ -188,7 +188,7 @@ def as_model(
 
 
 def read_calibration(folder: Path, config: ModelConfig) -> Calibration | None:
-    """Read the temperatures of the confidence in drafts.
+    """Read the calibration of the confidence in drafts.
 
     Args:
         folder: of the checkpoint.

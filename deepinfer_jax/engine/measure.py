@@ -293,18 +293,20 @@ def _medians(bench: _Bench, cases: Sequence[_Case], steps: int, progress: Progre
 
 def _table(bench: _Bench, counts: Sequence[int], times: dict[_Case, float], unknown: CostTable) -> CostTable:
     """Take the time of drafting out of the steps that drafted."""
-    bare = {count: times[_Case(NO_DRAFT, count)] for count in counts}
-    drafting = {count: max(times[_Case(bench.smallest(count), count)] - bare[count], 0.0) for count in counts}
+    undrafted = {count: times[_Case(NO_DRAFT, count)] for count in counts}
+    drafting = {
+        count: max(times[_Case(bench.smallest(count), count)] - undrafted[count], 0.0) for count in counts
+    }
 
     def verifying(case: _Case) -> float:
         # No more rows take less than the anchors alone.
-        return max(times[case] - drafting[case.num_active], bare[case.num_active])
+        return max(times[case] - drafting[case.num_active], undrafted[case.num_active])
 
     verify = {
         rows: verifying(_Case(1 + place, bench.fitting(rows))) for place, rows in enumerate(bench.budgets)
     }
     if unknown.engine.row_tile is None:
-        verify |= {count: bare[count] for count in counts if count < bench.budgets[0]}
+        verify |= {count: undrafted[count] for count in counts if count < bench.budgets[0]}
     return replace(
         unknown,
         verify_ms=rising(verify),

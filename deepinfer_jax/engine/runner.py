@@ -47,8 +47,6 @@ from .platform import program
 from .progress import working_on
 from .target import num_slot_shares, to_devices, to_host
 
-BARE = "decode without draft rows"
-
 _compiled: set[tuple[object, ...]] = set()
 """Programs of this process, so that only the first call of each says that it is compiled."""
 
@@ -214,7 +212,10 @@ class Runner:
         """Run the latest tokens of some slots, with drafts behind them if any are made."""
         options: dict[str, Any] = {"num_logprobs": num_logprobs}
         if choice == BARE_STEP:
-            return self._step(BARE, decode_step, is_decoding, 1, options)
+            weights = self.weights.replace(draft=None)
+            return self._step(
+                "decode without draft rows", decode_step, is_decoding, 1, options, weights=weights
+            )
         if self.drafting is None or choice == PLAIN_STEP:
             return self._step("decode", decode_step, is_decoding, 1, options)
         options |= {"speculation": self.drafting.speculation}
@@ -258,6 +259,7 @@ class Runner:
         num_rows: int,
         options: dict[str, Any],
         words: Any = ("slots",),
+        weights: Weights | None = None,
     ) -> StepOutput | None:
         """Call a step, and say so while it is compiled."""
         plan = to_devices(plan, words, self.target)
@@ -266,8 +268,7 @@ class Runner:
         message = f"compiling {name} for {slots} slots x {capacity} tokens, once per machine"
         with nullcontext() if key in _compiled else working_on(message):
             run = program(step, self.target)
-            weights = self.weights.replace(draft=None) if name == BARE else self.weights
-            result = run(weights, self.state, plan, **options, **self._static)
+            result = run(weights or self.weights, self.state, plan, **options, **self._static)
         _compiled.add(key)
         self.state, output = (result, None) if name == "encode" else result
         return output

@@ -105,6 +105,11 @@ def survivals_of(logits: ArrayLike, temperatures: ArrayLike) -> Floats:
     return np.clip(products, SMALLEST, 1 - SMALLEST)
 
 
+def bins_of(predictions: Floats, num_bins: int = NUM_BINS) -> Integers:
+    """Number the equal bins of [0, 1] that predictions lie in: min(floor(bins p), bins - 1)."""
+    return np.minimum((num_bins * predictions).astype(np.int64), num_bins - 1)
+
+
 def reliability_of(predictions: Floats, is_true: ArrayLike, num_bins: int = NUM_BINS) -> Reliability:
     """Sort predictions into equal bins and compare them with what came true.
 
@@ -121,7 +126,7 @@ def reliability_of(predictions: Floats, is_true: ArrayLike, num_bins: int = NUM_
     Source: spec/dspark.md section 5.6.
     """
     clipped = np.clip(predictions, SMALLEST, 1 - SMALLEST)
-    bins = np.minimum((num_bins * clipped).astype(np.int64), num_bins - 1)
+    bins = bins_of(clipped, num_bins)
     count = np.bincount(bins, minlength=num_bins)
     predicted = np.bincount(bins, weights=clipped, minlength=num_bins)
     observed = np.bincount(bins, weights=np.asarray(is_true, np.float64), minlength=num_bins)

@@ -114,17 +114,10 @@ class Calibration:
         """Positions K."""
         return len(self.temperatures[REGIMES[0]])
 
-    def as_array(self) -> NDArray[np.float32]:
-        """Give the temperatures as float32 [regimes, K], rows in the order of `REGIMES`."""
-        return np.asarray([self.temperatures[name] for name in REGIMES], np.float32)
-
-    def shifts_as_array(self) -> NDArray[np.float32]:
-        """Give the shifts as float32 [regimes, K], rows in the order of `REGIMES`."""
-        return np.asarray([self.shifts[name] for name in REGIMES], np.float32)
-
-    def bases_as_array(self) -> NDArray[np.float32]:
-        """Give the bases as float32 [regimes, K], rows in the order of `REGIMES`."""
-        return np.asarray([self.bases[name] for name in REGIMES], np.float32)
+    def arrays(self) -> tuple[NDArray[np.float32], ...]:
+        """Give temperatures, shifts and bases: float32 [regimes, K] each, rows in the order of `REGIMES`."""
+        tables = (self.temperatures, self.shifts, self.bases)
+        return tuple(np.asarray([table[name] for name in REGIMES], np.float32) for table in tables)
 
     def survivals(self, logits: ArrayLike, regimes: ArrayLike) -> NDArray[np.float64]:
         """Turn confidence logits into calibrated survivals, each round as its regime is.
@@ -141,8 +134,8 @@ class Calibration:
         Source: spec/dspark.md section 5.1.
         """
         rows = np.asarray(regimes, np.int64)
-        raised = with_base(logits, self.bases_as_array()[rows])
-        return survivals_of(raised + self.shifts_as_array()[rows], self.as_array()[rows])
+        temperatures, shifts, bases = (table[rows] for table in self.arrays())
+        return survivals_of(with_base(logits, bases) + shifts, temperatures)
 
     def save(self, path: str | Path) -> None:
         """Write the calibration as JSON.

@@ -15,10 +15,10 @@ import pytest
 from deepinfer_jax import EngineConfig, Model, RequestError, SamplingParams
 from deepinfer_jax.engine.confidences import (
     Rounds,
-    calibrated,
     chance_errors,
     collect_rounds,
     cross_fitted,
+    fit_rounds,
     in_every_regime,
 )
 from deepinfer_jax.model.numerics import FLOAT32
@@ -29,7 +29,6 @@ from deepinfer_jax.spec_decode.calibration import (
     REGIMES,
     SAMPLED,
     Calibration,
-    fit_calibration,
 )
 from deepinfer_jax.testing.presets import SMALLEST, SMALLEST_DRAFTED, random_weights
 
@@ -136,7 +135,7 @@ def test_rounds_are_calibrated_as_their_regime() -> None:
     temperatures = {name: (2.0 if name == "greedy" else 1.0,) for name in REGIMES}
     shifts = {name: (-2.0 if name == "sampled" else 0.0,) for name in REGIMES}
     bases = {name: (1.0 if name == "filtered" else 0.0,) for name in REGIMES}
-    found = calibrated(rounds, Calibration(temperatures, {}, shifts, bases))
+    found = Calibration(temperatures, {}, shifts, bases).survivals(rounds.logits, rounds.regimes)
     assert found[:, 0] == pytest.approx([1 / (1 + np.exp(-1)), 0.5, 2 / 3])
 
 
@@ -150,5 +149,5 @@ def test_cross_fitted_survivals_do_not_know_their_own_outcome() -> None:
     changed = cross_fitted(rounds._replace(num_accepted=np.where(own, 3, accepted)), folds=5)
     assert (changed[own] == found[own]).all() and (changed[~own] != found[~own]).any(axis=1).all()
     others = Rounds(*(part[~own] for part in rounds))
-    assert (found[own] == calibrated(rounds, fit_calibration(*others[:4]))[own]).all()
+    assert (found[own] == fit_rounds(others).survivals(rounds.logits, rounds.regimes)[own]).all()
     assert survival_errors(found, accepted).max() < 0.03

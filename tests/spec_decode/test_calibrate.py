@@ -181,13 +181,14 @@ def test_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     calibration.save(tmp_path / CALIBRATION_FILE)
     found = Calibration.load(tmp_path / CALIBRATION_FILE, block_size=2)
     assert found == calibration
-    assert found.as_array().dtype == np.float32
-    assert found.as_array().tolist() == [[0.5, 2.0], [1.25, 1.0], [3.0, 0.75]]
-    assert found.shifts_as_array().tolist() == [[-0.5, 0.0], [0.0, 0.25], [1.0, 2.0]]
-    assert found.bases_as_array().tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.5]]
-    nothing = uncalibrated(BLOCK)
-    assert (nothing.as_array() == 1).all()
-    assert not nothing.shifts_as_array().any() and not nothing.bases_as_array().any()
+    temperatures, shifts, bases = found.arrays()
+    assert temperatures.dtype == np.float32
+    assert temperatures.tolist() == [[0.5, 2.0], [1.25, 1.0], [3.0, 0.75]]
+    assert shifts.tolist() == [[-0.5, 0.0], [0.0, 0.25], [1.0, 2.0]]
+    assert bases.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.5]]
+    temperatures, shifts, bases = uncalibrated(BLOCK).arrays()
+    assert (temperatures == 1).all()
+    assert not shifts.any() and not bases.any()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_calibration_and_ranking_equal_brute_force() -> None:
     for part in np.split(np.arange(600), 20):
         add_rounds(stats, np.full(30, BLOCK), accepted[part], logits=logits[part], regimes=regimes[part])
     found = stats.summary()
-    rows = np.asarray(calibration.as_array(), np.float64)[regimes]
+    rows = np.asarray(calibration.arrays()[0], np.float64)[regimes]
     survivals, label = survivals_of(logits, rows), accepted[:, None] > np.arange(BLOCK)
     # Calibrating the logits first leaves temperatures of 1.
     assert_close(found.calibration_error, calibration_errors(logits / rows, accepted, 1.0), "formula_float64")
