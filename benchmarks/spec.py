@@ -217,7 +217,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a sequence in a segment (default: 48, 24 or 16)")
     parser.add_argument("--seconds", type=float, default=600, help="for the rounds of one concurrency (600)")
     parser.add_argument("--cost-repeats", type=int, default=5, help="of each measured step time (default: 5)")
-    parser.add_argument("--dispatch", action="store_true", help="also steps without command buffers (GPU)")
+    parser.add_argument(
+        "--dispatch", action="store_true", help="also steps without the compiler options of an engine (GPU)"
+    )
     parser.add_argument("--row-tile", type=int, help="rows of a tile (default: as an engine has here)")
     parser.add_argument("--sampling-tile", type=int, help="rows that are sampled together (likewise)")
     parser.add_argument("--report", action="store_true", help="print tables and write plots of the results")

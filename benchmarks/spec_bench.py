@@ -21,7 +21,7 @@ from spec_models import PROMPT_TOKENS, SpecModel
 from deepinfer_jax import EngineConfig, SamplingParams
 from deepinfer_jax.config import NOTHING, CacheConfig
 from deepinfer_jax.engine.drafting import Drafting, row_tile
-from deepinfer_jax.engine.platform import program
+from deepinfer_jax.engine.platform import REPEATABLE, compiled_with, compiler_options
 from deepinfer_jax.plans import BARE_STEP, PLAIN_STEP, SLOT_BUCKETS, Admission, bucket_for
 from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
@@ -191,14 +191,15 @@ class Bench:
         """Give what steps of an arm are told, on the device."""
         return jax.device_put(self.drafting[arm].plan(self.is_active, choice))
 
-    def program(self, name: str, has_options: bool = True) -> Callable[..., Any]:
+    def program(self, name: str, compiler: dict[str, Any] | None = None) -> Callable[..., Any]:
         """Give "none" (decoding), "fixed" (decoding with drafts, whatever the schedule), "plain" or "bare"
-        (steps of "dynamic" without), compiled as an engine does here, or without any option."""
+        (steps of "dynamic" without), with options of the compiler: by default those of an engine here."""
         options: dict[str, Any] = dict(self.static)
         step = speculate_step if name == "fixed" else decode_step
         if name == "fixed":
             options["speculation"] = self.speculation
-        compiled = program(step, ONE_DEVICE) if has_options else step
+        own = compiler_options(ONE_DEVICE, self.model.numerics) if compiler is None else compiler
+        compiled = compiled_with(step, tuple(own.items()))
         return lambda weights, state, told: compiled(weights, state, told, **options)
 
     def step(self, arm: str, choice: int = NOTHING, program: Callable[..., Any] | None = None) -> Step:
@@ -301,13 +302,16 @@ class Bench:
         return table
 
     def measure_dispatch(self, steps: int = 6) -> list[dict[str, Any]]:
-        """Time calls until they return and until they are done, with command buffers and without."""
+        """Time calls until they return and until they are done, with an engine's options and without."""
+        compilers = {
+            "no options": {},
+            "no clock": REPEATABLE,
+            "as an engine": compiler_options(ONE_DEVICE, self.model.numerics),
+        }
         found = []
         for name in ("none", "fixed"):
-            for label, run in (
-                ("default", self.program(name, has_options=False)),
-                ("command buffers", self.programs[name]),
-            ):
+            for label, compiler in compilers.items():
+                run = self.program(name, compiler)
                 step, state = self.step(name, program=run), copied(self.states[name])
                 state, output = step(state)
                 output.tokens.block_until_ready()

@@ -127,7 +127,7 @@ def measure(
     state = ready_state(weights, config, sizes, numerics)
     cache_bytes, state_bytes = tree_bytes(state.cache), tree_bytes(state)
     used = None if before is None else bytes_in_use() - before
-    is_active, decode = jnp.ones(slots, bool), program(decode_step, ONE_DEVICE)
+    is_active, decode = jnp.ones(slots, bool), program(decode_step, ONE_DEVICE, numerics)
 
     def step(state: EngineState):
         return decode(weights, state, is_active, config=config, numerics=numerics)

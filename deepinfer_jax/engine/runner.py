@@ -267,7 +267,7 @@ class Runner:
         slots, capacity = self.sizes.num_slots, self.sizes.capacity
         message = f"compiling {name} for {slots} slots x {capacity} tokens, once per machine"
         with nullcontext() if key in _compiled else working_on(message):
-            run = program(step, self.target)
+            run = program(step, self.target, self.numerics)
             result = run(weights or self.weights, self.state, plan, **options, **self._static)
         _compiled.add(key)
         self.state, output = (result, None) if name == "encode" else result

@@ -22,12 +22,15 @@ from deepinfer_jax import EngineConfig, SamplingParams, load
 from deepinfer_jax.engine import platform
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.platform import (
+    COMMAND_BUFFERS,
     GPU_ROW_TILE,
     GPU_SAMPLING_TILE,
+    REPEATABLE,
+    compiled_with,
+    compiler_options,
     platform_of,
     program,
     suited,
-    with_command_buffers,
 )
 from deepinfer_jax.engine.target import make_target
 from deepinfer_jax.lab_compile import require_aot_packages
@@ -59,11 +62,21 @@ def test_a_loaded_model_has_the_tiles_of_its_platform(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_only_one_gpu_gets_programs_of_its_own(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert program(step, ONE_DEVICE) is step
+def test_only_gpus_get_programs_of_their_own(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert program(step, ONE_DEVICE, OFFICIAL) is step
     monkeypatch.setattr(platform, "platform_of", lambda target: "gpu")
-    assert program(step, ONE_DEVICE) is with_command_buffers(step) is not step
-    assert program(step, make_target(SMALLEST_DRAFTED, "2", "data")) is step
+    own = compiled_with(step, tuple({**REPEATABLE, **COMMAND_BUFFERS}.items()))
+    assert program(step, ONE_DEVICE, OFFICIAL) is own is not step
+
+
+def test_no_clock_decides_what_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, varying = make_target(SMALLEST_DRAFTED, "2", "data"), replace(OFFICIAL, batch_invariant=False)
+    assert compiler_options(ONE_DEVICE, OFFICIAL) == compiler_options(mesh, OFFICIAL) == {}
+    monkeypatch.setattr(platform, "platform_of", lambda target: "gpu")
+    assert compiler_options(ONE_DEVICE, OFFICIAL) == {**REPEATABLE, **COMMAND_BUFFERS}
+    assert compiler_options(ONE_DEVICE, varying) == COMMAND_BUFFERS
+    assert compiler_options(mesh, OFFICIAL) == REPEATABLE
+    assert compiler_options(mesh, varying) == {}
 
 
 def tokens_of(options: EngineConfig, numerics: Any = FLOAT32) -> list[list[int]]:
@@ -83,13 +96,16 @@ def test_programs_made_for_a_gpu_are_the_same_steps(drafts: str, monkeypatch: py
     """Without the options that a CPU refuses: static arguments and the donated state are found."""
     options = EngineConfig(num_slots=8, max_context=128, drafts=drafts)
     expected = tokens_of(options)
-    monkeypatch.setattr(platform, "COMMAND_BUFFERS", {})
+    used: list[str] = []
+
+    def without_options(step: Any, given: Any) -> Any:
+        used.append(step.__name__)
+        return compiled_with(step, ())
+
+    monkeypatch.setattr(platform, "compiled_with", without_options)
     monkeypatch.setattr(platform, "platform_of", lambda target: "gpu")
-    with_command_buffers.cache_clear()
-    try:
-        assert tokens_of(options) == expected
-    finally:
-        with_command_buffers.cache_clear()
+    assert tokens_of(options) == expected
+    assert {"prefill_step", "decode_step" if drafts == "off" else "speculate_step"} <= set(used)
 
 
 @pytest.mark.parametrize("drafts", ["off", "fixed"])
