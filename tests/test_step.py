@@ -255,6 +255,19 @@ def test_temporaries_do_not_grow_with_pages(weights: Weights) -> None:
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("row_tile", [1, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STEPS)
+def test_temporaries_do_not_grow_with_rings(weights: Weights, name: str, row_tile: int) -> None:
+    """One tile of rows or a loop over several: what is read before it is written is not copied."""
+    found = []
+    for slack in (10, 1000):
+        state = fresh_state(replace(SIZES, window_slack=slack))
+        static = {**STATIC, "numerics": replace(FLOAT32, row_tile=row_tile)}
+        lowered = STEPS[name].lower(*step_arguments(name, weights, state), **static)
+        found.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    assert found[1] == found[0]
+
+
 def test_steps_consume_the_state(weights: Weights) -> None:
     engine = Engine(weights)
     given = [engine.state]

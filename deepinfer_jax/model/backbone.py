@@ -315,11 +315,15 @@ def _run_decoder(carry: Carry, step: _Step, context: StepContext, span: tuple[in
 
 
 def _write_windows(carry: Carry, step: _Step, num_layers: int | None = None) -> Cache:
-    """Write the step's window rows of the first `num_layers` layers, of all by default."""
-    rings = carry.cache.window
-    written = write_rings(rings[:num_layers], carry.window_rows[:num_layers], step.context.written)
-    window = written if num_layers is None else rings.at[:num_layers].set(written)
-    return carry.cache.replace(window=window)
+    """Write the step's window rows of the first `num_layers` layers, of all by default.
+
+    Fenced with the streams, which come after all that reads the rings: XLA would otherwise copy them, as it
+    does not know whether the last layer has read them when they are written.
+    """
+    rings, _ = fenced((carry.cache.window, carry.streams))
+    return carry.cache.replace(
+        window=write_rings(rings, carry.window_rows[:num_layers], step.context.written)
+    )
 
 
 def _engram_rows(weights: Weights, context: StepContext, rows: StepRows, cache: Cache) -> tuple[Array, Cache]:
@@ -334,11 +338,12 @@ def _engram_rows(weights: Weights, context: StepContext, rows: StepRows, cache: 
     if context.earlier is not None:
         ring, own = write_ring(ring, shared, context.earlier), compress(rows.own)
     distances = jnp.arange(config.engram_max_ngram_size, dtype=jnp.int32)
-    history = read_ring(ring, own, context.geometry, distances)
+    # Read before it is written, see `_write_windows`.
+    history, written = fenced((read_ring(ring, own, context.geometry, distances), cache.engram_ids))
     history = jnp.where(rows.own.positions[:, None] < distances[None, :], NOTHING, history)
     pad_id = weights.token_map[config.engram_pad_token_id]
     table_rows = hash_rows(history, config, pad_id)
-    return table_rows, cache.replace(engram_ids=write_ring(cache.engram_ids, shared, context.written))
+    return table_rows, cache.replace(engram_ids=write_ring(written, shared, context.written))
 
 
 def _initial_carry(weights: Weights, rows: StepRows, cache: Cache, context: StepContext) -> Carry:

@@ -174,9 +174,9 @@ def write_ring(ring: Array, step_rows: Array, geometry: RowGeometry) -> Array:
 
 
 def write_rings(rings: Array, step_rows: Array, geometry: RowGeometry) -> Array:
-    """Write each slot's latest rows into the rings of all layers: [L, B, entries, ...], [L, R, ...]."""
+    """Write each slot's latest rows into the rings of the first layers: [L, B, entries, ...], [N, R, ...]."""
     slot, entry = ring_entries(geometry, *rings.shape[1:3])
-    return rings.at[:, slot, entry].set(step_rows, mode="drop")
+    return rings.at[: step_rows.shape[0], slot, entry].set(step_rows, mode="drop")
 
 
 def group_places(

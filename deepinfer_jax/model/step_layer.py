@@ -254,10 +254,13 @@ def _write_entries(carry: Carry, x: Array, layer: LayerCall) -> Carry:
             _previous(cache.pending_kv[place.source], projection.kv, kv, context),
             _previous(cache.pending_score[place.source], projection.score, score, context),
         )
-        # Not to be fused with an exchange that only some layouts have.
-        pooled = compressor.pool_pair(*fenced((older, projection)))
+        # Not to be fused with an exchange that only some layouts have; and what is read before it is written
+        # is not copied.
+        older, own, rings = fenced((older, projection, (cache.pending_kv, cache.pending_score)))
+        pooled = compressor.pool_pair(older, own)
         tap("compressor.kv", projection.kv)
         tap("compressor.score", projection.score)
+        cache = cache.replace(pending_kv=rings[0], pending_score=rings[1])
         cache = _write_pending(cache, Projection(kv, score), place, context.written)
     starts = context.group_starts[kind.ratio]
     entry = compressor.make_entry(
