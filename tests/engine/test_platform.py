@@ -7,6 +7,7 @@ Read next: `benchmarks/step.py --spec --dispatch`, which runs them.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -114,23 +115,70 @@ def test_larger_tiles_give_the_same_tokens_here(drafts: str) -> None:
     assert tokens_of(options, suited(FLOAT32, "gpu")) == tokens_of(options)
 
 
-@pytest.mark.slow
-def test_a_step_with_drafts_is_one_graph_on_a_gpu(tmp_path: Path) -> None:
-    """Compiled for an H200 without one: all of XLA's launches lie in a single command buffer."""
+@pytest.fixture(scope="module")
+def gpu_dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile for an H200 without one, and give the folder of what XLA wrote down."""
     try:
         require_aot_packages()
     except ValueError as error:
         pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("dumps")
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
     }
     script = Path(__file__).with_name("compile_drafts_for_gpu.py")
     subprocess.run([sys.executable, str(script)], env=environment, check=True)
-    (path,) = tmp_path.glob("*speculate_step*.thunk_sequence_after_thunk_passes.txt")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["speculate_step", "decode_step"])
+def test_a_step_is_one_graph_on_a_gpu(step: str, gpu_dumps: Path) -> None:
+    """All of XLA's launches lie in a single command buffer."""
+    (path,) = gpu_dumps.glob(f"*{step}*.thunk_sequence_after_thunk_passes.txt")
     top = [line.split()[1] for line in path.read_text().splitlines() if line[:1].isdigit()]
     assert Counter(top) == {"kCommandBuffer": 1}
     assert np.sum(["kWhile" in line for line in path.read_text().splitlines()]) > 3
+
+
+def found_in(pattern: str, line: str) -> str:
+    """Give the first group of a pattern that must be there."""
+    match = re.search(pattern, line)
+    assert match, (pattern, line)
+    return match[1]
+
+
+def product_cuts(path: Path) -> dict[str, set[str]]:
+    """Read how the matrix products of a program are cut, by what they multiply."""
+    bodies: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            body = bodies.setdefault(header[1], [])
+        elif bodies:
+            body.append(line)
+    cuts: dict[str, set[str]] = {}
+    for line in (line for body in bodies.values() for line in body if "__triton_nested_gemm_fusion" in line):
+        own = bodies[found_in(r"calls=%([\w.-]+)", line)]
+        shapes = dict(re.findall(r"%([\w.-]+) = (\S+) ", "\n".join(own)))
+        (dot,) = (line for line in own if " dot(" in line)
+        left, right = re.findall(r"%([\w.-]+)", dot)[1:3]
+        dims = re.findall(r"\w+_dims=\{[\d,]*\}", dot)
+        product = f"{found_in(r'= (\S+) dot', dot)} = {shapes[left]} x {shapes[right]} {' '.join(dims)}"
+        tile, step = found_in(r'"output_tiles":(\[.*?\}\])', line), found_in(r'"sizes":(\[.*?\])', dot)
+        cuts.setdefault(product, set()).add(f"{tile}, {step} at a time")
+    return cuts
+
+
+@pytest.mark.slow
+def test_products_are_cut_alike_with_and_without_drafts_on_a_gpu(gpu_dumps: Path) -> None:
+    """Else the last bits of a sum, and with them tokens, depend on what else a program holds."""
+    (plain,) = gpu_dumps.glob("*decode_step*gpu_after_optimizations.txt")
+    (drafted,) = gpu_dumps.glob("*speculate_step*gpu_after_optimizations.txt")
+    expected, found = product_cuts(plain), product_cuts(drafted)
+    assert len(expected) > 10
+    assert all(len(cuts) == 1 for cuts in expected.values())
+    assert {product: found[product] for product in expected} == expected
