@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from generate import RESULTS, append_results, describe_run, print_results
-from spec_bench import ARMS, Bench, copied, run_segment, say
+from spec_bench import ARMS, Bench, copied, run_segment, say, seconds_so_far
 from spec_models import (
     PUBLIC_CURVE,
     REAL,
@@ -196,7 +196,7 @@ def measure(model: SpecModel, concurrency: int, options: argparse.Namespace) -> 
     bench = Bench(model, concurrency, options.tokens or default_tokens(concurrency))
     costs = bench.measure_costs(options.cost_repeats)
     say(f"{concurrency}: plain {costs.plain_ms}, drafting {costs.draft_ms}, verifying {costs.verify_ms} ms")
-    found = run_rounds(bench, options.pairs, options.seconds)
+    found = run_rounds(bench, options.pairs, min(options.seconds, options.stop_after - seconds_so_far()))
     results = results_of(bench, found, costs)
     if options.dispatch:
         common = {"model": model.name, "concurrency": concurrency, "arm": "dispatch"}
@@ -216,6 +216,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="rounds of all three arms (default: 10)")
     parser.add_argument("--tokens", type=int, help="of a sequence in a segment (default: 48, 24 or 16)")
     parser.add_argument("--seconds", type=float, default=600, help="for the rounds of one concurrency (600)")
+    parser.add_argument(
+        "--stop-after", type=float, default=float("inf"), help="seconds after which nothing more begins"
+    )
     parser.add_argument("--cost-repeats", type=int, default=5, help="of each measured step time (default: 5)")
     parser.add_argument(
         "--dispatch", action="store_true", help="also steps without the compiler options of an engine (GPU)"
@@ -249,6 +252,9 @@ def main(arguments: list[str]) -> None:
     results = []
     with forced_acceptance(conditional_chances(PUBLIC_CURVE)) if is_forced else nullcontext():
         for concurrency in options.concurrency or CONCURRENCY:
+            if seconds_so_far() > options.stop_after:
+                say(f"{concurrency}: not measured, {options.stop_after:g} s are over")
+                continue
             found = measure(model, concurrency, options)
             append_results(found, about, options.results)
             results += found

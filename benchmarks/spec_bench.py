@@ -47,9 +47,14 @@ STARTED = time.perf_counter()
 type Step = Callable[[EngineState], tuple[EngineState, StepOutput]]
 
 
+def seconds_so_far() -> float:
+    """Give the seconds since the start."""
+    return time.perf_counter() - STARTED
+
+
 def say(text: str) -> None:
     """Print progress with the seconds since the start."""
-    print(f"[{time.perf_counter() - STARTED:7.1f} s] {text}", flush=True)
+    print(f"[{seconds_so_far():7.1f} s] {text}", flush=True)
 
 
 def engine_options(model: SpecModel, concurrency: int, tokens: int, drafts: str) -> EngineConfig:
@@ -181,6 +186,10 @@ class Bench:
         self.weights = {"none": undrafted, "bare": undrafted, "plain": model.weights, "fixed": model.weights}
         self.programs = {name: self.program(name) for name in self.weights}
         self.states = {name: self._prepared(name) for name in ("none", "fixed")}
+        for name in ("plain", "bare"):
+            started = time.perf_counter()
+            jax.block_until_ready(self.plain_step(name)(copied(self.states["fixed"])))
+            self._note_compiled(name, started)
 
     def _control(self, drafts: str, costs: CostTable | None) -> Drafting:
         options = engine_options(self.model, self.concurrency, self.tokens, drafts)
@@ -224,8 +233,6 @@ class Bench:
         logits = jnp.zeros((self.slots, self.model.config.draft.block_size), jnp.float32)
         is_active = jax.device_put(self.is_active)
         no_drafts = DraftOutput(nothing, nothing, is_active.astype(jnp.int32), logits, nothing)
-        for compiled in without.values():
-            jax.block_until_ready(compiled(copied(self.states["fixed"])))
 
         def step(state: EngineState) -> tuple[EngineState, StepOutput]:
             if len(unread) > 1:
@@ -244,6 +251,10 @@ class Bench:
 
         return step
 
+    def _note_compiled(self, name: str, started: float) -> None:
+        self.compile_s[name] = round(time.perf_counter() - started, 1)
+        say(f"{self.concurrency}: first step of {name!r} after {self.compile_s[name]} s")
+
     def _prompts(self) -> np.ndarray:
         prompts = [self.model.prompts[slot % len(self.model.prompts)] for slot in range(self.slots)]
         return np.asarray(prompts, np.int32)
@@ -255,8 +266,7 @@ class Bench:
         step = self.step(name, choice=0)
         state, _ = step(state)
         jax.block_until_ready(state)
-        self.compile_s[name] = round(time.perf_counter() - started, 1)
-        say(f"{self.concurrency}: first step of {name!r} after {self.compile_s[name]} s")
+        self._note_compiled(name, started)
         state = admitted(self.model, self.sizes[name], self.concurrency, prompts)
         state = with_prompts(step, state, prompts)
         if self.model.name == "cut":
