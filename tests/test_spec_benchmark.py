@@ -168,6 +168,15 @@ def test_all_arms_run_and_give_the_same_tokens(benchmark: Any, tmp_path: Path) -
     assert len(taus) == 4 and 3 < taus["synthetic", "fixed"] < 5
 
 
+def test_nothing_begins_once_the_time_is_over(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--spec", "--model", "smallest", "--concurrency", "4", "--stop-after", "0"]
+    benchmark.step.main([*words, "--results", str(tmp_path)])
+    assert "4: not measured, 0 s are over" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_steps_are_told_what_to_verify_and_their_dispatch_is_timed(benchmark: Any) -> None:
     """The CPU has no command buffers, but goes the same way."""
@@ -179,6 +188,8 @@ def test_steps_are_told_what_to_verify_and_their_dispatch_is_timed(benchmark: An
         assert np.asarray(output.drafts.num_rows)[:4].tolist() == [num_rows] * 4
     lines = bench.measure_dispatch(steps=2)
     assert [one["name"].split(", ", 1)[1] for one in lines] == [
-        f"{name}, {label}" for name in ("none", "fixed") for label in ("default", "command buffers")
+        f"{name}, {label}"
+        for name in ("none", "fixed")
+        for label in ("no options", "no clock", "as an engine")
     ]
     assert all(0 < one["value"] <= one["step_ms"] for one in lines)
