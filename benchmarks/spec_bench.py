@@ -21,7 +21,7 @@ from spec_models import PROMPT_TOKENS, SpecModel
 from deepinfer_jax import EngineConfig, SamplingParams
 from deepinfer_jax.config import NOTHING, CacheConfig
 from deepinfer_jax.engine.drafting import Drafting, row_tile
-from deepinfer_jax.engine.platform import REPEATABLE, compiled_with, compiler_options
+from deepinfer_jax.engine.platform import REPEATABLE, compiled_with, program
 from deepinfer_jax.plans import BARE_STEP, PLAIN_STEP, SLOT_BUCKETS, Admission, bucket_for
 from deepinfer_jax.slot_parameters import slot_parameters
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
@@ -207,8 +207,10 @@ class Bench:
         step = speculate_step if name == "fixed" else decode_step
         if name == "fixed":
             options["speculation"] = self.speculation
-        own = compiler_options(ONE_DEVICE, self.model.numerics) if compiler is None else compiler
-        compiled = compiled_with(step, tuple(own.items()))
+        if compiler is None:
+            compiled = program(step, ONE_DEVICE, self.model.numerics)
+        else:
+            compiled = compiled_with(step, tuple(compiler.items()))
         return lambda weights, state, told: compiled(weights, state, told, **options)
 
     def step(self, arm: str, choice: int = NOTHING, program: Callable[..., Any] | None = None) -> Step:
@@ -313,11 +315,7 @@ class Bench:
 
     def measure_dispatch(self, steps: int = 6) -> list[dict[str, Any]]:
         """Time calls until they return and until they are done, with an engine's options and without."""
-        compilers = {
-            "no options": {},
-            "no clock": REPEATABLE,
-            "as an engine": compiler_options(ONE_DEVICE, self.model.numerics),
-        }
+        compilers = {"no options": {}, "no clock": REPEATABLE, "as an engine": None}
         found = []
         for name in ("none", "fixed"):
             for label, compiler in compilers.items():

@@ -90,29 +90,44 @@ _CALLS = {
 """Opcode -> attributes that name computations which it runs and that may hold collectives."""
 
 
+def read_computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Split a compiled program into its computations.
+
+    Args:
+        text: of the program.
+
+    Returns:
+        The lines of each computation by name, and the name of the one that the program starts with.
+
+    Raises:
+        ValueError: a text that is no compiled program.
+    """
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        start = _COMPUTATION.match(line)
+        if start:
+            lines = computations.setdefault(start[2], [])
+            entry = start[2] if start[1] else entry
+        else:
+            lines.append(line)
+    if not entry:
+        raise ValueError(
+            f"program text: got {len(text)} characters without an ENTRY computation, expected HLO; pass "
+            "the text of a compiled program, jax.jit(f).lower(...).compile().as_text()"
+        )
+    return computations, entry
+
+
 class _Program:
     """Computations by name, each a list of its lines."""
 
     def __init__(self, text: str, mesh: MeshShape) -> None:
         self.mesh = mesh
-        self.computations: dict[str, list[str]] = {}
-        self.entry = ""
         self._found: dict[str, list[FoundCollective]] = {}
         partitions = _PARTITIONS.search(text, 0, max(text.find("\n"), 0))
         self.num_partitions = int(partitions[1]) if partitions else 1
-        lines: list[str] = []
-        for line in text.splitlines():
-            start = _COMPUTATION.match(line)
-            if start:
-                lines = self.computations.setdefault(start[2], [])
-                self.entry = start[2] if start[1] else self.entry
-            else:
-                lines.append(line)
-        if not self.entry:
-            raise ValueError(
-                f"program text: got {len(text)} characters without an ENTRY computation, expected HLO; pass "
-                "the text of a compiled program, jax.jit(f).lower(...).compile().as_text()"
-            )
+        self.computations, self.entry = read_computations(text)
 
     def collectives(self, name: str) -> list[FoundCollective]:
         """List the collectives of one run of a computation, what it calls included."""

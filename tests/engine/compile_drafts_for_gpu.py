@@ -52,13 +52,10 @@ def main() -> None:
     compiler = {**REPEATABLE, **COMMAND_BUFFERS}
     is_active = np.ones(64, bool)
     with jax.default_device(device):
-        told = placed(control.plan(is_active, -1)), control.speculation
-        drafted = speculate_step.lower(
-            placed(weights), state_of(with_drafts), told[0], speculation=told[1], **static
-        )
+        drafted = placed(weights), state_of(with_drafts), placed(control.plan(is_active, -1))
+        speculate_step.lower(*drafted, speculation=control.speculation, **static).compile(compiler)
         plain = placed(weights.replace(draft=None)), state_of(without), placed(is_active)
-        for lowered in (drafted, decode_step.lower(*plain, **static)):
-            lowered.compile(compiler)
+        decode_step.lower(*plain, **static).compile(compiler)
 
 
 if __name__ == "__main__":

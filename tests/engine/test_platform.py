@@ -36,6 +36,7 @@ from deepinfer_jax.engine.platform import (
 from deepinfer_jax.engine.target import make_target
 from deepinfer_jax.lab_compile import require_aot_packages
 from deepinfer_jax.model.numerics import FLOAT32, OFFICIAL
+from deepinfer_jax.sharding.hlo import read_computations
 from deepinfer_jax.speculate import speculate_step
 from deepinfer_jax.step import ONE_DEVICE, decode_step, encode_step, prefill_step
 from deepinfer_jax.testing.presets import SMALLEST_DRAFTED, random_weights
@@ -154,12 +155,7 @@ def found_in(pattern: str, line: str) -> str:
 
 def product_cuts(path: Path) -> dict[str, set[str]]:
     """Read how the matrix products of a program are cut, by what they multiply."""
-    bodies: dict[str, list[str]] = {}
-    for line in path.read_text().splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            body = bodies.setdefault(header[1], [])
-        elif bodies:
-            body.append(line)
+    bodies, _ = read_computations(path.read_text())
     cuts: dict[str, set[str]] = {}
     for line in (line for body in bodies.values() for line in body if "__triton_nested_gemm_fusion" in line):
         own = bodies[found_in(r"calls=%([\w.-]+)", line)]
