@@ -65,7 +65,8 @@ class Speculation:
 
     Args:
         verification: one of `VERIFICATION_MODES`.
-        budgets: rows of a verify step on each device that "dynamic" chooses from, rising.
+        budgets: rows of a verify step on each device that "dynamic" chooses from, rising; empty where the
+            uniform block, or no draft, is all there is.
     """
 
     verification: str
@@ -220,6 +221,9 @@ def _choose(
     layout: Layout,
 ) -> Array:
     """Choose how many rows are verified, from what was known before this step's drafts: int32 []."""
+    told = jnp.asarray(plan.choice)
+    if not speculation.budgets:
+        return jnp.where(told >= 0, told, speculation.uniform)
     costs = StepCosts(*(jnp.asarray(part) for part in plan.costs))
     capped = cap_survivals(state.drafts.survivals, caps, is_active)
     axes, most_rows = layout.axes_of("slots"), capped.size
@@ -231,7 +235,6 @@ def _choose(
     # A probe is to see confidences: the fewest rows there are, or all if no budget holds the anchors.
     holds = jnp.asarray((*speculation.budgets, most_rows), jnp.int32) >= most_active
     cheapest = 1 + jnp.argmax(holds).astype(jnp.int32)
-    told = jnp.asarray(plan.choice)
     is_probe = (told == PROBE) | ((chosen == NO_DRAFT) & (state.drafts.num_skipped >= PROBE_STEPS))
     chosen = jnp.where(is_probe, cheapest, chosen)
     own = jnp.where(jnp.asarray(plan.schedule) == DYNAMIC, chosen, speculation.uniform)
@@ -331,6 +334,8 @@ def _in_budget(
         return verify(state.cache, is_dense=False, num_rows=None)
     dense = partial(verify, is_dense=True, num_rows=None)
     budgets = speculation.budgets
+    if not budgets:
+        return dense(state.cache)
     branches = [partial(verify, is_dense=False, num_rows=num_rows) for num_rows in budgets]
     # 4 bytes over the axes of slots: without drafts, the smallest budget that holds the fullest rank.
     most_active = largest_of(is_active.sum(dtype=jnp.int32), layout.axes_of("slots"))

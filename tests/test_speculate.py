@@ -357,6 +357,16 @@ def test_branches_of_a_step_without_tiles_agree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("choice", [NOTHING, NO_DRAFT, 1])
+def test_a_step_without_budgets_verifies_all_drafts_or_none(choice: int) -> None:
+    numerics, costs = replace(FLOAT32, batch_invariant=False), StepCosts(*(part[:1] for part in COSTS))
+    run = speculated("fixed", choices=lambda step: choice, numerics=numerics, costs=costs, budgets=())
+    assert run.tokens == plain(numerics).tokens
+    verified = sum(int(one.drafts.num_verified.sum()) for one in run.outputs if one.drafts is not None)
+    assert (verified == 0) == (choice == NO_DRAFT)
+
+
+@pytest.mark.slow
 def test_seeded_tokens_are_those_of_plain_decoding_in_the_released_numerics() -> None:
     for choice in (NOTHING, 2):
         assert_equal(speculated(choices=lambda step, choice=choice: choice, numerics=OFFICIAL), OFFICIAL)

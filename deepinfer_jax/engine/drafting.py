@@ -70,7 +70,9 @@ class Drafting:
         self.calibration = calibration or uncalibrated(self.block_size)
         self.options, self.costs = options, costs
         self.slots_each = sizes.num_slots // num_slot_shares(target)
-        budgets = budgets_for(self.slots_each, self.block_size, row_tile(numerics, target))
+        tile, chooses = row_tile(numerics, target), options.drafts == "dynamic" and costs is not None
+        # Budgets that are no tiles are a program each, several times as much to compile as one.
+        budgets = budgets_for(self.slots_each, self.block_size, tile) if tile or chooses else ()
         self.speculation = Speculation(options.verification, budgets)
         self.stats = DraftStats(self.block_size, self.calibration, budgets)
         self.notice: str | None = None

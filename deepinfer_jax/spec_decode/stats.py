@@ -55,7 +55,7 @@ class DraftStats:
     Args:
         block_size: K.
         calibration: what the confidences are calibrated by; by default they stay as they are.
-        budgets: rows of the schedule's candidates 1..G, which name the choices; empty without a schedule.
+        budgets: rows of the schedule's candidates 1..G, which name the choices.
     """
 
     def __init__(
@@ -264,8 +264,6 @@ class DraftStats:
             return "no schedule"
         if choice == NO_DRAFT:
             return "no draft"
-        if not self._budgets:
-            return f"candidate {choice}"
         return f"{self._budgets[choice - 1]} rows" if choice <= len(self._budgets) else "full block"
 
 

@@ -199,6 +199,25 @@ def test_the_host_weighs_as_the_devices_do() -> None:
     assert np.isneginf(np.asarray(expected)[1])
 
 
+@pytest.mark.parametrize("mode", DRAFT_MODES[1:])
+def test_budgets_that_nothing_chooses_from_are_not_compiled(mode: str) -> None:
+    options = EngineConfig(**SIZES, drafts=mode)
+    sizes, branches = options.cache_sizes(CONFIG), replace(FLOAT32, batch_invariant=False)
+    tiles = Drafting(CONFIG, options, sizes, FLOAT32, None, CHEAP)
+    assert tiles.speculation.budgets == (64,)
+    budgets = Drafting(CONFIG, options, sizes, branches, None, CHEAP).speculation.budgets
+    assert bool(budgets) == (mode == "dynamic")
+
+
+def test_without_measured_times_only_the_full_block_is_compiled() -> None:
+    options, branches = EngineConfig(**SIZES, drafts="dynamic"), replace(FLOAT32, batch_invariant=False)
+    with pytest.warns(RuntimeWarning, match="all drafts are verified"):
+        control = Drafting(CONFIG, options, options.cache_sizes(CONFIG), branches)
+    assert control.speculation.budgets == ()
+    told = control.plan(np.ones(8, bool), NOTHING)
+    assert (int(told.choice), told.costs.verify_ms.shape) == (control.speculation.uniform, (1,))
+
+
 def test_more_drafts_than_a_block_has_are_a_block() -> None:
     requests, engine = run(list(range(12)), drafts="fixed", max_drafts=99)
     assert results(requests) == plain(40)[:12]

@@ -20,6 +20,7 @@ from deepinfer_jax.engine.request import Request
 from deepinfer_jax.engine.target import make_target, num_slot_shares, put_on
 from deepinfer_jax.model.numerics import FLOAT32
 from deepinfer_jax.spec_decode.costs import CostTable, MeasuredEngine
+from deepinfer_jax.spec_decode.guard import Guard
 from deepinfer_jax.testing.presets import DIVISIBLE_DRAFTED, random_weights
 
 CONFIG = DIVISIBLE_DRAFTED
@@ -50,6 +51,9 @@ def run(
     slots = 1 if num_slot_shares(target) > 1 else 8
     config = EngineConfig(num_slots=slots, max_context=128, max_rows=64, **options)
     engine = Engine(weights, CONFIG, FLOAT32, config, target=target, costs=COSTS)
+    if engine.drafting is not None:
+        # The step times here are made up.
+        engine.drafting.guard = Guard(max_error=1e9)
     if engine.drafting is not None and choices is not None:
         left = iter(choices.tolist())
         engine.drafting.choice = lambda slots: next(left)
@@ -90,6 +94,13 @@ def test_tokens_are_those_of_one_device_without_drafts(
     # No draft, either budget, the uniform block, in any order; the same programs.
     choices = np.random.default_rng(1).integers(0, 4, 400)
     assert [request.token_ids for request in run(mesh, layout, choices, drafts="dynamic")] == expected()
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fixed", "threshold"])
+def test_schedules_that_choose_no_budget_have_one_program_for_all_drafts(mode: str) -> None:
+    assert [request.token_ids for request in run("2x4", "data+expert", drafts=mode)] == expected()
 
 
 def test_draft_stages_that_do_not_divide_are_left_out_and_drafting_is_refused_by_name() -> None:

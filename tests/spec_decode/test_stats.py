@@ -130,6 +130,9 @@ def test_steps_without_drafts_are_no_rounds() -> None:
         add_rounds(stats, [length] * 2, [length] * 2, logits=None if is_drafted else nothing, choice=choice)
     found = stats.summary()
     assert found.choices == {"no draft": 2, "4 rows": 1, "full block": 1}
+    all_or_nothing = DraftStats(BLOCK)
+    add_rounds(all_or_nothing, [BLOCK], [BLOCK], choice=1)
+    assert all_or_nothing.summary().choices == {"full block": 1}
     assert (found.steps, found.rounds, found.tokens) == (4, 4, 28)
     assert (found.tau, found.tokens_per_slot_step) == (6.0, 3.5)
 
@@ -186,14 +189,14 @@ def test_calibration_of_another_draft_is_refused() -> None:
 
 
 def test_summary_reads_as_a_table() -> None:
-    stats = DraftStats(BLOCK)
+    stats = DraftStats(BLOCK, budgets=(4, 8))
     empty = str(stats.summary())
     assert "nan" not in empty and "rounds     0 (none)" in empty
     add_rounds(stats, [5, 5], [5, 2], choice=2)
     text = str(stats.summary())
     assert "tokens     4.50 a round, 1.97 expected" in text
     assert "rounds     2 (sampled 2)" in text
-    assert "candidate 2 1" in text
+    assert "8 rows 1" in text
     line = next(line for line in text.splitlines() if line.startswith("accepted "))
     assert line.split()[1::2] == ["100.0", "100.0", "50.0", "50.0", "50.0"]
     stats.reset()
