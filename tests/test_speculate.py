@@ -359,7 +359,8 @@ def test_branches_of_a_step_without_tiles_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [NOTHING, NO_DRAFT, 1])
 def test_a_step_without_budgets_verifies_all_drafts_or_none(choice: int) -> None:
-    numerics, costs = replace(FLOAT32, batch_invariant=False), StepCosts(*(part[:1] for part in COSTS))
+    numerics = replace(FLOAT32, batch_invariant=False)
+    costs = StepCosts(COSTS.draft_ms, COSTS.verify_ms[:1], COSTS.plain_ms)
     run = speculated("fixed", choices=lambda step: choice, numerics=numerics, costs=costs, budgets=())
     assert run.tokens == plain(numerics).tokens
     verified = sum(int(one.drafts.num_verified.sum()) for one in run.outputs if one.drafts is not None)

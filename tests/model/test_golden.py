@@ -303,16 +303,18 @@ def test_quantized_model_quantized_activations(quantized_weights, quantized_conf
     """
     golden = read_golden(FOLDER, "full_tiny_fp8fp4")
     expected = golden["logits_f32_actquant_kvquant_on"]
-    best = np.full_like(expected, np.inf)
+    limit, best = TOLERANCES["golden_quantized_activations"].limit, np.full(expected.shape[:2], np.inf)
     for seed in range(MOST_RUNS + 1):
         weights = with_noise(quantized_weights, seed) if seed else quantized_weights
         runner = make_runner(weights, numerics, quantized_config, chunk=7)
-        logits = np.stack(runner.feed_all(list(golden["input_ids"]), [7]))
-        largest, before = (np.abs(one - expected).max(axis=-1, keepdims=True) for one in (logits, best))
-        best = np.where(largest < before, logits, best)
-        if np.abs(best - expected).max() <= TOLERANCES["golden_quantized_activations"].limit:
+        error = np.abs(np.stack(runner.feed_all(list(golden["input_ids"]), [7])) - expected).max(axis=-1)
+        if not seed:
+            # Without any noise; the golden README names these as what an independent JAX run agrees on.
+            assert max(error[0, :5].max(), error[1].max()) <= limit
+        best = np.minimum(best, error)
+        if best.max() <= limit:
             break
-    assert_close(best, expected, "golden_quantized_activations")
+    assert_close(best, np.zeros_like(best), "golden_quantized_activations")
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,9 @@ def run(
     if engine.drafting is not None:
         # The step times here are made up.
         engine.drafting.guard = Guard(max_error=1e9)
-    if engine.drafting is not None and choices is not None:
-        left = iter(choices.tolist())
-        engine.drafting.choice = lambda slots: next(left)
+        if choices is not None:
+            left = iter(choices.tolist())
+            engine.drafting.choice = lambda slots: next(left)
     requests = [engine.submit(prompt, params) for prompt, params in REQUESTS]
     while engine.has_work:
         engine.step()
